@@ -1,0 +1,190 @@
+import type { ErrorData } from './errors.ts';
+import type { Effect, Event } from './event.ts';
+import type { Message, ToolCall } from './message.ts';
+import type { Reward } from './reward.ts';
+import type { RunSpec, RunStatus } from './run.ts';
+
+/** A tool call in the effect ledger: `requested` without an end is *unknown* after a crash. */
+export interface LedgerCall {
+  callId: string;
+  tool: string;
+  input: unknown;
+  effect: Effect;
+  requestedSeq: number;
+  state: 'requested' | 'done' | 'failed' | 'unknown';
+  /** What resume decided for an unknown call. `ask` waits for a person. */
+  resolution: 'repeat' | 'rolled_back' | 'ask' | null;
+  answer: 'done' | 'repeat' | null;
+}
+
+/** State of a run: a pure fold of its events, nothing else. */
+export interface RunState {
+  runId: string;
+  spec: RunSpec;
+  head: number;
+  status: RunStatus;
+  messages: Message[];
+  /** Calls the last assistant message asked for, in order, whose results are not in `messages` yet. */
+  pending: ToolCall[];
+  ledger: Map<string, LedgerCall>;
+  /** A model call that was requested and has no result. */
+  openModelCall: { callId: string; step: number; attempt: number } | null;
+  step: number;
+  workspace: { layer: string; seq: number } | null;
+  used: { modelCalls: number; toolCalls: number; outputTokens: number };
+  stopRequested: { key: string; reason: string } | null;
+  reward: Reward | null;
+  summary: string | null;
+  error: ErrorData | null;
+  createdAt: string;
+  updatedAt: string;
+}
+
+/** Folds events onto a state (or from the first event, `run.created`). Mutates and returns `state`. */
+export function fold(events: Iterable<Event>, state: RunState | null = null): RunState {
+  for (const event of events) state = apply(state, event);
+  if (state === null) throw new Error('a run has at least its run.created event');
+  return state;
+}
+
+/** Applies one event. Throws on a gap in `seq`: a log with a hole is never silently continued. */
+export function apply(state: RunState | null, event: Event): RunState {
+  if (state === null) {
+    if (event.type !== 'run.created' || event.seq !== 1) {
+      throw new Error(
+        `log of ${event.runId} starts with ${event.type} #${event.seq}, not run.created #1`,
+      );
+    }
+    return {
+      runId: event.runId,
+      spec: event.data,
+      head: 1,
+      status: 'queued',
+      messages: [],
+      pending: [],
+      ledger: new Map(),
+      openModelCall: null,
+      step: 0,
+      workspace: null,
+      used: { modelCalls: 0, toolCalls: 0, outputTokens: 0 },
+      stopRequested: null,
+      reward: null,
+      summary: null,
+      error: null,
+      createdAt: event.at,
+      updatedAt: event.at,
+    };
+  }
+  if (event.seq !== state.head + 1) {
+    throw new Error(`log of ${state.runId} has a gap: #${event.seq} after #${state.head}`);
+  }
+  state.head = event.seq;
+  state.updatedAt = event.at;
+  const status = statusAfter(event);
+  if (status !== null) state.status = status;
+  switch (event.type) {
+    case 'run.started':
+    case 'run.resumed':
+      state.error = null;
+      break;
+    case 'run.paused':
+      state.error = event.data.error as ErrorData;
+      break;
+    case 'run.finished':
+      state.summary = event.data.summary;
+      state.error = (event.data.error as ErrorData | undefined) ?? null;
+      break;
+    case 'run.cancelled':
+      state.summary = event.data.reason;
+      break;
+    case 'message.added': {
+      const { message } = event.data;
+      state.messages.push(message);
+      if (message.role === 'assistant') state.pending = message.toolCalls?.slice() ?? [];
+      if (message.role === 'tool')
+        state.pending = state.pending.filter((call) => call.callId !== message.callId);
+      break;
+    }
+    case 'model.requested':
+      state.openModelCall = {
+        callId: event.data.callId,
+        step: event.data.step,
+        attempt: event.data.attempt,
+      };
+      state.step = event.data.step;
+      state.used.modelCalls += 1;
+      break;
+    case 'model.completed':
+      state.openModelCall = null;
+      state.used.outputTokens += event.data.completion.usage.outputTokens ?? 0;
+      break;
+    case 'model.failed':
+      state.openModelCall = null;
+      break;
+    case 'tool.requested':
+      state.ledger.set(event.data.callId, {
+        callId: event.data.callId,
+        tool: event.data.tool,
+        input: event.data.input,
+        effect: event.data.effect,
+        requestedSeq: event.seq,
+        state: 'requested',
+        resolution: null,
+        answer: null,
+      });
+      state.used.toolCalls += 1;
+      break;
+    case 'tool.completed':
+      patchCall(state, event.data.callId, { state: 'done' });
+      break;
+    case 'tool.failed':
+      patchCall(state, event.data.callId, { state: 'failed' });
+      break;
+    case 'tool.unknown':
+      patchCall(state, event.data.callId, { state: 'unknown', resolution: event.data.resolution });
+      break;
+    case 'workspace.saved':
+      state.workspace = { layer: event.data.layer, seq: event.seq };
+      break;
+    case 'signal.received':
+      if (event.data.signal === 'stop') {
+        const reason = (event.data.data as { reason?: string } | null)?.reason ?? 'stopped';
+        state.stopRequested = { key: event.data.key, reason };
+      } else {
+        const answer = event.data.data as { callId?: string; answer?: 'done' | 'repeat' } | null;
+        if (answer?.callId !== undefined)
+          patchCall(state, answer.callId, { answer: answer.answer ?? null });
+      }
+      break;
+    case 'grade.recorded':
+      state.reward = event.data.reward as Reward;
+      break;
+  }
+  return state;
+}
+
+/** The status a run has after this event, or null where the event leaves it. The projection uses it too. */
+export function statusAfter(event: Pick<Event, 'type' | 'data'>): RunStatus | null {
+  switch (event.type) {
+    case 'run.created':
+      return 'queued';
+    case 'run.started':
+    case 'run.resumed':
+      return 'running';
+    case 'run.paused':
+      return 'paused';
+    case 'run.cancelled':
+      return 'cancelled';
+    case 'run.finished':
+      return (event.data as { status: 'succeeded' | 'failed' }).status;
+    default:
+      return null;
+  }
+}
+
+function patchCall(state: RunState, callId: string, patch: Partial<LedgerCall>): void {
+  const call = state.ledger.get(callId);
+  if (call === undefined)
+    throw new Error(`log of ${state.runId} ends a call ${callId} that was never requested`);
+  Object.assign(call, patch);
+}
