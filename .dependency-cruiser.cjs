@@ -59,10 +59,10 @@ module.exports = {
   forbidden: [
     ...roomRules,
     {
-      name: 'contract-imports-core-only',
+      name: 'contracts-import-core-and-contracts-only',
       severity: 'error',
       from: { path: '^src/[^/]+/contract\\.ts$' },
-      to: { path: '^src/', pathNot: '^src/core/' },
+      to: { path: '^src/', pathNot: ['^src/core/', '^src/[^/]+/contract\\.ts$'] },
     },
     {
       name: 'core-is-pure',

@@ -55,3 +55,50 @@ export const Completion = z.object({
   provenance: Provenance,
 });
 export type Completion = z.infer<typeof Completion>;
+
+/** Token arrays as bytes: a length-prefixed JSON head, then int32 ids and float32 log-probs, little-endian. */
+export function encodeTokens(tokens: CompletionTokens): Uint8Array {
+  const { promptIds, ids, logprobs, ...rest } = tokens;
+  const head = new TextEncoder().encode(
+    JSON.stringify({ ...rest, counts: [promptIds.length, ids.length, logprobs.length] }),
+  );
+  const bytes = new Uint8Array(
+    4 + head.length + 4 * (promptIds.length + ids.length + logprobs.length),
+  );
+  const view = new DataView(bytes.buffer);
+  view.setUint32(0, head.length, true);
+  bytes.set(head, 4);
+  let at = 4 + head.length;
+  for (const id of [...promptIds, ...ids]) {
+    view.setInt32(at, id, true);
+    at += 4;
+  }
+  for (const logprob of logprobs) {
+    view.setFloat32(at, logprob, true);
+    at += 4;
+  }
+  return bytes;
+}
+
+/** Inverse of `encodeTokens`. Throws `RangeError` or a zod error on bytes that it did not write. */
+export function decodeTokens(bytes: Uint8Array): CompletionTokens {
+  const view = new DataView(bytes.buffer, bytes.byteOffset, bytes.byteLength);
+  const headLength = view.getUint32(0, true);
+  const head = JSON.parse(new TextDecoder().decode(bytes.subarray(4, 4 + headLength))) as {
+    counts: [number, number, number];
+  };
+  const { counts, ...rest } = head;
+  let at = 4 + headLength;
+  const read = (count: number, get: (offset: number) => number): number[] => {
+    const out: number[] = [];
+    for (let i = 0; i < count; i++, at += 4) out.push(get(at));
+    return out;
+  };
+  const int32 = (offset: number) => view.getInt32(offset, true);
+  return CompletionTokens.parse({
+    ...rest,
+    promptIds: read(counts[0], int32),
+    ids: read(counts[1], int32),
+    logprobs: read(counts[2], (offset) => view.getFloat32(offset, true)),
+  });
+}

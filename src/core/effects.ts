@@ -2,26 +2,24 @@ import type { LedgerCall, RunState } from './fold.ts';
 import type { ToolCall } from './message.ts';
 
 /**
- * What to do next with a call the model asked for. The decision table of the effect ledger:
+ * What to do next with a pending call. The decision table of the effect ledger:
  *
  * | in the ledger | effect | decision |
  * |---|---|---|
  * | absent | any | `start` |
- * | done, failed | any | `record` (its message is missing: the crash fell between two appends) |
- * | requested, no end | none, idempotent | `repeat` |
- * | requested, no end | workspace | `rollback`, then repeat |
- * | requested, no end | once | `ask` the tool's status, else a person |
- * | unknown, answered | once | `repeat`, or `assumeDone` |
+ * | requested without an end, or failed by the host | none, idempotent | `repeat` |
+ * | the same | workspace | `rollback` to the last saved workspace, then repeat |
+ * | the same | once | `ask` the tool's status, else a person |
+ * | the same, answered by a person | once | `repeat` or `assumeDone` |
  *
- * A shell command that was allowed the network counts as `once`: the caller declares it so in
- * `tool.requested`.
+ * A finished call is never pending. A shell command that was allowed the network counts as `once`:
+ * the caller declares it so in `tool.requested`.
  */
-export type CallDecision = 'start' | 'record' | 'repeat' | 'rollback' | 'ask' | 'assumeDone';
+export type CallDecision = 'start' | 'repeat' | 'rollback' | 'ask' | 'assumeDone';
 
 export function decideCall(state: RunState, call: ToolCall): CallDecision {
   const entry = state.ledger.get(call.callId);
   if (entry === undefined) return 'start';
-  if (entry.state === 'done' || entry.state === 'failed') return 'record';
   if (entry.answer === 'done') return 'assumeDone';
   if (entry.answer === 'repeat') return 'repeat';
   return decideUnknown(entry);

@@ -94,6 +94,11 @@ export const ERROR_CODES = {
     next: 'Give a home folder that can be written with --home.',
   },
   DiskFull: { class: 'pause', status: 507, next: 'Free disk space, then resume.' },
+  GraderFailed: {
+    class: 'terminal',
+    status: 502,
+    next: "Look at the grader's output with `longhaul show RUN`.",
+  },
   EngineFailed: {
     class: 'terminal',
     status: 500,
@@ -130,12 +135,19 @@ export interface ErrorData {
 export class LonghaulError extends Error {
   readonly code: ErrorCode;
   readonly next: string;
+  /** For retryable errors whose source said when to come back. */
+  readonly retryAfterMs: number | undefined;
 
-  constructor(code: ErrorCode, message: string, options: { next?: string; cause?: unknown } = {}) {
+  constructor(
+    code: ErrorCode,
+    message: string,
+    options: { next?: string; cause?: unknown; retryAfterMs?: number | undefined } = {},
+  ) {
     super(message, options.cause === undefined ? undefined : { cause: options.cause });
     this.name = 'LonghaulError';
     this.code = code;
     this.next = options.next ?? ERROR_CODES[code].next;
+    this.retryAfterMs = options.retryAfterMs;
   }
 
   get class(): ErrorClass {

@@ -22,7 +22,11 @@ const LoggedError = z.object({
 const ArtifactRef = z.object({ sha256: z.string(), bytes: z.number().int() });
 export type ArtifactRef = z.infer<typeof ArtifactRef>;
 
-/** Payload of every event type. Names are noun.verb. `EVENT_VERSIONS` holds the version written today. */
+/**
+ * Payload of every event type. An assistant's message is part of `model.completed` and a tool's of
+ * `tool.completed`, so that no crash can part them; `message.added` holds the others.
+ * Names are noun.verb. `EVENT_VERSIONS` holds the version written today.
+ */
 export const EVENT_DATA = {
   'run.created': RunSpec,
   'run.started': z.object({ worker: z.string(), leaseToken: z.number().int() }),
@@ -60,11 +64,13 @@ export const EVENT_DATA = {
   }),
   'tool.completed': z.object({
     callId: z.string(),
+    tool: z.string(),
     output: z.string(),
     isError: z.boolean(),
     full: ArtifactRef.optional(),
     durationMs: z.number(),
   }),
+  /** The host's doing, not the tool's answer: the call is decided again by its effect. */
   'tool.failed': z.object({ callId: z.string(), error: LoggedError }),
   'tool.unknown': z.object({
     callId: z.string(),

@@ -2,7 +2,7 @@ import type { ErrorData } from './errors.ts';
 import type { Effect, Event } from './event.ts';
 import type { Message, ToolCall } from './message.ts';
 import type { Reward } from './reward.ts';
-import type { RunSpec, RunStatus } from './run.ts';
+import type { Budget, RunSpec, RunStatus } from './run.ts';
 
 /** A tool call in the effect ledger: `requested` without an end is *unknown* after a crash. */
 export interface LedgerCall {
@@ -27,7 +27,7 @@ export interface RunState {
   /** Calls the last assistant message asked for, in order, whose results are not in `messages` yet. */
   pending: ToolCall[];
   ledger: Map<string, LedgerCall>;
-  /** A model call that was requested and has no result. */
+  /** A model call without a result yet; a failed attempt leaves it open for the next. */
   openModelCall: { callId: string; step: number; attempt: number } | null;
   step: number;
   workspace: { layer: string; seq: number } | null;
@@ -38,6 +38,17 @@ export interface RunState {
   error: ErrorData | null;
   createdAt: string;
   updatedAt: string;
+  /** Milliseconds a worker was on it: pauses and the time after a crash do not count. */
+  activeMs: number;
+  /** Whether a worker has it, as far as the log knows. */
+  active: boolean;
+}
+
+/** What a person may answer: how an unknown call ended, or a larger budget. */
+export interface Answer {
+  callId?: string;
+  answer?: 'done' | 'repeat';
+  budget?: Budget;
 }
 
 /** Folds events onto a state (or from the first event, `run.created`). Mutates and returns `state`. */
@@ -73,15 +84,23 @@ export function apply(state: RunState | null, event: Event): RunState {
       error: null,
       createdAt: event.at,
       updatedAt: event.at,
+      activeMs: 0,
+      active: false,
     };
   }
   if (event.seq !== state.head + 1) {
     throw new Error(`log of ${state.runId} has a gap: #${event.seq} after #${state.head}`);
   }
+  const takenOver = event.type === 'run.started' || event.type === 'run.resumed';
+  if (state.active && !takenOver)
+    state.activeMs += Math.max(0, Date.parse(event.at) - Date.parse(state.updatedAt));
   state.head = event.seq;
   state.updatedAt = event.at;
   const status = statusAfter(event);
-  if (status !== null) state.status = status;
+  if (status !== null) {
+    state.status = status;
+    state.active = status === 'running';
+  }
   switch (event.type) {
     case 'run.started':
     case 'run.resumed':
@@ -97,14 +116,9 @@ export function apply(state: RunState | null, event: Event): RunState {
     case 'run.cancelled':
       state.summary = event.data.reason;
       break;
-    case 'message.added': {
-      const { message } = event.data;
-      state.messages.push(message);
-      if (message.role === 'assistant') state.pending = message.toolCalls?.slice() ?? [];
-      if (message.role === 'tool')
-        state.pending = state.pending.filter((call) => call.callId !== message.callId);
+    case 'message.added':
+      state.messages.push(event.data.message);
       break;
-    }
     case 'model.requested':
       state.openModelCall = {
         callId: event.data.callId,
@@ -117,9 +131,10 @@ export function apply(state: RunState | null, event: Event): RunState {
     case 'model.completed':
       state.openModelCall = null;
       state.used.outputTokens += event.data.completion.usage.outputTokens ?? 0;
-      break;
-    case 'model.failed':
-      state.openModelCall = null;
+      state.messages.push(event.data.completion.message);
+      if (event.data.completion.message.role === 'assistant') {
+        state.pending = event.data.completion.message.toolCalls?.slice() ?? [];
+      }
       break;
     case 'tool.requested':
       state.ledger.set(event.data.callId, {
@@ -136,6 +151,14 @@ export function apply(state: RunState | null, event: Event): RunState {
       break;
     case 'tool.completed':
       patchCall(state, event.data.callId, { state: 'done' });
+      state.messages.push({
+        role: 'tool',
+        callId: event.data.callId,
+        tool: event.data.tool,
+        content: event.data.output,
+        isError: event.data.isError,
+      });
+      state.pending = state.pending.filter((call) => call.callId !== event.data.callId);
       break;
     case 'tool.failed':
       patchCall(state, event.data.callId, { state: 'failed' });

@@ -1,0 +1,429 @@
+import {
+  type Action,
+  type AgentDefinition,
+  checkCall,
+  cut,
+  decide,
+  runCall,
+} from '../agent/index.ts';
+import {
+  type ArtifactStore,
+  attribute,
+  type Clock,
+  encodeTokens,
+  idempotencyKey,
+  LonghaulError,
+  type Message,
+  type NewEvent,
+  type Reward,
+  type RunState,
+  type Tool,
+  type ToolCall,
+} from '../core/index.ts';
+import type { TaskSession } from '../env/contract.ts';
+import type { Model } from '../model/contract.ts';
+import type { Sandbox, SandboxDriver } from '../sandbox/contract.ts';
+import type { Journal } from './journal.ts';
+
+/** What one run needs. The same for a hosted run and for a rollout; only the journal differs. */
+export interface RunContext {
+  journal: Journal;
+  session: TaskSession;
+  agent: AgentDefinition;
+  model: Model;
+  sandboxes: Pick<SandboxDriver, 'create'>;
+  artifacts: ArtifactStore;
+  clock: Clock;
+  worker: string;
+  leaseToken: number;
+  /** Aborted with reason `stop` when a stop waits in the inbox, with anything else to pause the run. */
+  signal: AbortSignal;
+  /** Save the workspace durably after each call that may have changed it, so that the run can resume and fork. */
+  saveWorkspace: boolean;
+  onText?: (text: string) => void;
+}
+
+const MODEL_ATTEMPTS = 6;
+const SANDBOX_ATTEMPTS = 3;
+
+/**
+ * Drives a run to its end or to a pause, and returns its last state. Each call is logged as intended
+ * before it is made; the append that logs it is fenced, so a worker that lost its lease never calls.
+ *
+ * Nothing but `LeaseLost` and a store that stays away is thrown: every other failure is in the log.
+ * A hosted run pauses on what a person or time can mend; a rollout ends ungraded, since the
+ * infrastructure's failure is never the policy's.
+ */
+export async function execute(context: RunContext): Promise<RunState> {
+  const { journal } = context;
+  const workplace = new Workplace(context);
+  try {
+    await begin(context, workplace);
+    for (;;) {
+      await journal.takeSignals();
+      if (context.signal.aborted && context.signal.reason !== 'stop') throw interrupted();
+      const { state } = journal;
+      const elapsed =
+        state.activeMs + Math.max(0, context.clock.now() - Date.parse(state.updatedAt));
+      const action = decide(state, context.session.isOver(state), elapsed);
+      if (await perform(context, workplace, action)) return journal.state;
+    }
+  } catch (thrown) {
+    const error = attribute(thrown, 'Internal');
+    if (error.code === 'LeaseLost' || error.code === 'StoreUnavailable') throw error;
+    await recordFailure(context, error);
+    return journal.state;
+  } finally {
+    await workplace.close();
+  }
+}
+
+/** Starts or resumes: workspace first, so that a run that says `running` has a place to work. */
+async function begin(context: RunContext, workplace: Workplace): Promise<void> {
+  const { journal, session, worker, leaseToken, agent } = context;
+  const fresh = journal.state.messages.length === 0;
+  await journal.append([
+    {
+      type: journal.state.status === 'queued' ? 'run.started' : 'run.resumed',
+      data: { worker, leaseToken },
+    },
+  ]);
+  await workplace.open();
+  if (fresh) {
+    const system: Message[] =
+      agent.system === '' ? [] : [{ role: 'system', content: agent.system }];
+    await journal.append([
+      ...[...system, ...session.messages].map(
+        (message): NewEvent => ({ type: 'message.added', data: { message } }),
+      ),
+      ...(await workplace.save(null)),
+    ]);
+  }
+}
+
+/** Does one action. True when the run is over. */
+async function perform(
+  context: RunContext,
+  workplace: Workplace,
+  action: Action,
+): Promise<boolean> {
+  const { journal } = context;
+  switch (action.kind) {
+    case 'model':
+      await callModel(context, action.step, action.attempt);
+      return false;
+    case 'tool':
+      await callTool(context, workplace, action.call, action.decision);
+      return false;
+    case 'cancel':
+      await journal.append([
+        { type: 'run.cancelled', data: { by: 'inbox', reason: action.reason } },
+      ]);
+      return true;
+    case 'exceeded': {
+      const { limit, used, allowed } = action;
+      await journal.append([{ type: 'budget.exceeded', data: { limit, used, allowed } }]);
+      if (journal.state.spec.kind === 'hosted') {
+        throw new LonghaulError('BudgetExceeded', `the run used ${used} of ${allowed} ${limit}`);
+      }
+      await finish(context, workplace);
+      return true;
+    }
+    case 'finish':
+      await finish(context, workplace);
+      return true;
+  }
+}
+
+/** One model step: attempts with back-off until an answer, or the error that ends the patience. */
+async function callModel(context: RunContext, step: number, firstAttempt: number): Promise<void> {
+  const { journal, model, agent, clock, session, signal } = context;
+  const tools = [...session.tools, ...agent.tools];
+  for (let tries = 1, attempt = firstAttempt; ; tries++, attempt++) {
+    const callId = `m${step}.${attempt}`;
+    await journal.append([
+      { type: 'model.requested', data: { callId, model: model.ref, step, attempt } },
+    ]);
+    const startedAt = clock.now();
+    try {
+      const completion = await orAbort(
+        model.complete({
+          messages: journal.state.messages,
+          tools,
+          maxOutputTokens: agent.maxOutputTokens,
+          sampling: agent.sampling,
+          signal,
+          ...(context.onText ? { onText: context.onText } : {}),
+        }),
+        signal,
+      );
+      const { tokens, ...rest } = completion;
+      const message = withUniqueCallIds(completion.message, journal.state, step);
+      await journal.append([
+        {
+          type: 'model.completed',
+          data: {
+            callId,
+            completion: { ...rest, message },
+            ...(tokens ? { tokens: await context.artifacts.put(encodeTokens(tokens)) } : {}),
+            latencyMs: clock.now() - startedAt,
+          },
+        },
+      ]);
+      return;
+    } catch (thrown) {
+      if (signal.aborted && signal.reason === 'stop') return;
+      const error = attribute(thrown, 'Internal', `model ${model.ref}`);
+      if (
+        error.code === 'LeaseLost' ||
+        error.code === 'StoreUnavailable' ||
+        error.code === 'Interrupted'
+      )
+        throw error;
+      const willRetry = error.class === 'retryable' && tries < MODEL_ATTEMPTS;
+      await journal.append([
+        { type: 'model.failed', data: { callId, error: error.toJSON(), willRetry } },
+      ]);
+      if (!willRetry) throw error;
+      await orAbort(
+        clock.sleep(error.retryAfterMs ?? Math.min(30_000, 500 * 2 ** (tries - 1)), signal),
+        signal,
+      );
+    }
+  }
+}
+
+/** Models repeat call ids ("call_1" in each turn); in a run an id names one call. */
+function withUniqueCallIds(message: Message, state: RunState, step: number): Message {
+  if (message.role !== 'assistant' || message.toolCalls === undefined) return message;
+  const seen = new Set<string>(state.ledger.keys());
+  const toolCalls = message.toolCalls.map((call) => {
+    let callId = call.callId;
+    for (let n = 0; seen.has(callId); n++)
+      callId = `${call.callId}.s${step}${n === 0 ? '' : `.${n}`}`;
+    seen.add(callId);
+    return { ...call, callId };
+  });
+  return { ...message, toolCalls };
+}
+
+async function callTool(
+  context: RunContext,
+  workplace: Workplace,
+  call: ToolCall,
+  decision: Extract<Action, { kind: 'tool' }>['decision'],
+): Promise<void> {
+  const { journal, clock, signal } = context;
+  const tools = [...context.session.tools, ...context.agent.tools];
+  const tool = tools.find((candidate) => candidate.name === call.tool);
+  const key = idempotencyKey(journal.state.runId, call.callId);
+
+  const settled = decision === 'ask' ? await askTool(context, call, tool, key) : decision;
+  if (settled === 'assumeDone') {
+    const output = 'This call happened, but its result was lost when the worker stopped.';
+    const data = { callId: call.callId, tool: call.tool, output, isError: false, durationMs: 0 };
+    await journal.append([{ type: 'tool.completed', data }]);
+    return;
+  }
+  if (settled === 'rollback') {
+    await workplace.reopen();
+    await journal.append([
+      { type: 'tool.unknown', data: { callId: call.callId, resolution: 'rolled_back' } },
+    ]);
+  } else if (settled === 'repeat') {
+    await journal.append([
+      { type: 'tool.unknown', data: { callId: call.callId, resolution: 'repeat' } },
+    ]);
+  }
+
+  const valid = 'tool' in checkCall(tools, call);
+  const effect = valid && tool ? tool.effect : 'none';
+  for (let tries = 1; ; tries++) {
+    await journal.append([
+      {
+        type: 'tool.requested',
+        data: {
+          callId: call.callId,
+          tool: call.tool,
+          input: call.input,
+          effect,
+          idempotencyKey: key,
+          timeoutMs: tool?.timeoutMs ?? 0,
+        },
+      },
+    ]);
+    const startedAt = clock.now();
+    try {
+      const toolContext = {
+        sandbox: workplace.sandbox,
+        runId: journal.state.runId,
+        callId: call.callId,
+        idempotencyKey: key,
+        signal,
+      };
+      const result = await orAbort(runCall(tools, call, toolContext), signal);
+      await journal.append([
+        {
+          type: 'tool.completed',
+          data: {
+            callId: call.callId,
+            tool: call.tool,
+            output: result.output,
+            isError: result.isError ?? false,
+            durationMs: clock.now() - startedAt,
+          },
+        },
+        ...(effect === 'workspace' ? await workplace.save(call.callId) : []),
+      ]);
+      return;
+    } catch (thrown) {
+      if (signal.aborted && signal.reason === 'stop') return;
+      const error = attribute(thrown, 'Internal', `tool ${call.tool}`);
+      if (
+        error.code === 'LeaseLost' ||
+        error.code === 'StoreUnavailable' ||
+        error.code === 'Interrupted'
+      )
+        throw error;
+      await journal.append([
+        { type: 'tool.failed', data: { callId: call.callId, error: error.toJSON() } },
+      ]);
+      const repeatable = effect !== 'once' && (effect !== 'workspace' || context.saveWorkspace);
+      if (error.class !== 'retryable' || !repeatable || tries >= SANDBOX_ATTEMPTS) throw error;
+      await workplace.reopen();
+    }
+  }
+}
+
+/** A `once` call that may have happened: its tool knows, or a person must say. */
+async function askTool(
+  context: RunContext,
+  call: ToolCall,
+  tool: Tool | undefined,
+  key: string,
+): Promise<'assumeDone' | 'repeat'> {
+  const status = (await tool?.status?.(key)) ?? 'unknown';
+  if (status === 'done') return 'assumeDone';
+  if (status === 'absent') return 'repeat';
+  await context.journal.append([
+    { type: 'tool.unknown', data: { callId: call.callId, resolution: 'ask' } },
+  ]);
+  throw new LonghaulError(
+    'EffectUnknown',
+    `nobody knows whether the call ${call.callId} of ${call.tool} happened before the worker stopped`,
+  );
+}
+
+async function finish(context: RunContext, workplace: Workplace): Promise<void> {
+  const { journal, session } = context;
+  const { reward, output } = await session.grade(journal.state, workplace.sandbox);
+  const graded: NewEvent = {
+    type: 'grade.recorded',
+    data: {
+      reward,
+      grader: session.ref.environment,
+      ...(output === undefined ? {} : { output: cut(output) }),
+    },
+  };
+  await journal.append([graded, { type: 'run.finished', data: ending(journal.state, reward) }]);
+}
+
+function ending(
+  state: RunState,
+  reward: Reward,
+): Extract<NewEvent, { type: 'run.finished' }>['data'] {
+  const last = state.messages.findLast((message) => message.role === 'assistant');
+  const summary = cut(last?.content ?? '', 2000);
+  if (reward.value === null) {
+    const error = new LonghaulError(
+      'GraderFailed',
+      `ungraded (${reward.status}): ${reward.reason}`,
+    );
+    return { status: 'failed', summary, error: error.toJSON() };
+  }
+  return { status: reward.value > 0 ? 'succeeded' : 'failed', summary };
+}
+
+async function recordFailure(context: RunContext, error: LonghaulError): Promise<void> {
+  const { journal, session } = context;
+  const { kind } = journal.state.spec;
+  if (kind === 'hosted' && (error.class === 'pause' || error.class === 'retryable')) {
+    await journal.append([{ type: 'run.paused', data: { error: error.toJSON() } }]);
+    return;
+  }
+  const ungraded: NewEvent = {
+    type: 'grade.recorded',
+    data: {
+      reward: {
+        status: 'env_error',
+        value: null,
+        components: {},
+        reason: `${error.code}: ${error.message}`,
+      },
+      grader: session.ref.environment,
+    },
+  };
+  await journal.append([
+    ...(kind === 'hosted' ? [] : [ungraded]),
+    {
+      type: 'run.finished',
+      data: { status: 'failed', summary: error.message, error: error.toJSON() },
+    },
+  ]);
+}
+
+/** The sandbox of a run, opened again from the last saved workspace whenever it must be. */
+class Workplace {
+  readonly #context: RunContext;
+  #sandbox: Sandbox | null = null;
+
+  constructor(context: RunContext) {
+    this.#context = context;
+  }
+
+  get sandbox(): Sandbox {
+    if (this.#sandbox === null) throw new LonghaulError('SandboxBroken', 'the sandbox is not open');
+    return this.#sandbox;
+  }
+
+  async open(): Promise<void> {
+    const { session, sandboxes, journal } = this.#context;
+    const layer = journal.state.workspace?.layer;
+    this.#sandbox = await sandboxes.create(session.sandbox, layer);
+    if (layer === undefined) await session.prepare(this.#sandbox);
+  }
+
+  async reopen(): Promise<void> {
+    await this.close();
+    await this.open();
+  }
+
+  /** The event that names the saved workspace, or none where workspaces are not kept. */
+  async save(afterCallId: string | null): Promise<NewEvent[]> {
+    if (!this.#context.saveWorkspace) return [];
+    const layer = await this.sandbox.snapshot({ onBusy: 'stop', durable: true });
+    return [{ type: 'workspace.saved', data: { layer, afterCallId } }];
+  }
+
+  async close(): Promise<void> {
+    await this.#sandbox?.stop();
+    this.#sandbox = null;
+  }
+}
+
+function interrupted(): LonghaulError {
+  return new LonghaulError('Interrupted', 'the run was interrupted and keeps its state');
+}
+
+/** Settles with the work, or as soon as the signal aborts; work left behind may end unheard. */
+function orAbort<T>(work: Promise<T>, signal: AbortSignal): Promise<T> {
+  if (signal.aborted) {
+    work.catch(() => {});
+    return Promise.reject(interrupted());
+  }
+  return new Promise<T>((resolve, reject) => {
+    const onAbort = () => reject(interrupted());
+    signal.addEventListener('abort', onAbort, { once: true });
+    work.then(resolve, reject).finally(() => signal.removeEventListener('abort', onAbort));
+  });
+}

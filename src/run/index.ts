@@ -1,0 +1,12 @@
+export { execute, type RunContext } from './executor.ts';
+export {
+  answerRun,
+  createRun,
+  forkRun,
+  type HostedContext,
+  LEASE_TTL_MS,
+  runHosted,
+  stopRun,
+} from './hosted.ts';
+export { type Journal, LogJournal, MemoryJournal } from './journal.ts';
+export { MemoryArtifacts, type Rollout, rollout, segmentsOf } from './rollout.ts';

@@ -1,0 +1,145 @@
+import {
+  apply,
+  type Clock,
+  EVENT_VERSIONS,
+  type Event,
+  fold,
+  type Lease,
+  LonghaulError,
+  type NewEvent,
+  type RunLog,
+  type RunSpec,
+  type RunState,
+} from '../core/index.ts';
+
+/** A run's log as its executor sees it: append, and the state that follows. */
+export interface Journal {
+  readonly state: RunState;
+  /** Atomic: all events or none. `LeaseLost` when another worker owns the run now. */
+  append(events: readonly NewEvent[]): Promise<void>;
+  /** Moves what others wrote for this run (stops, answers) into the log. */
+  takeSignals(): Promise<void>;
+}
+
+/** How long an append waits for a store that went away before the run gives up. */
+const STORE_PATIENCE_MS = 30_000;
+
+/** The journal of a hosted run: every append is durable before the next call is made. */
+export class LogJournal implements Journal {
+  readonly #log: RunLog;
+  readonly #lease: Lease;
+  readonly #clock: Clock;
+  readonly #onEvent: (event: Event, state: RunState) => void;
+  #state: RunState;
+
+  private constructor(
+    log: RunLog,
+    lease: Lease,
+    state: RunState,
+    clock: Clock,
+    onEvent: (event: Event, state: RunState) => void,
+  ) {
+    this.#log = log;
+    this.#lease = lease;
+    this.#state = state;
+    this.#clock = clock;
+    this.#onEvent = onEvent;
+  }
+
+  /** Reads and folds the run under a lease that was just acquired. */
+  static async open(
+    log: RunLog,
+    lease: Lease,
+    clock: Clock,
+    onEvent: (event: Event, state: RunState) => void = () => {},
+  ): Promise<LogJournal> {
+    return new LogJournal(log, lease, fold(await log.read(lease.runId)), clock, onEvent);
+  }
+
+  get state(): RunState {
+    return this.#state;
+  }
+
+  async append(events: readonly NewEvent[]): Promise<void> {
+    for (const event of await this.#appendDurably(events)) {
+      this.#state = apply(this.#state, event);
+      this.#onEvent(event, this.#state);
+    }
+  }
+
+  /**
+   * A connection that breaks in the middle of an append leaves it open whether the statement was
+   * committed. Only the lease holder appends, so the head tells: it moved, or nothing was written.
+   */
+  async #appendDurably(events: readonly NewEvent[]): Promise<Event[]> {
+    const before = this.#lease.head;
+    const deadline = this.#clock.now() + STORE_PATIENCE_MS;
+    for (;;) {
+      try {
+        const row = this.#lease.head === before ? null : await this.#log.row(this.#lease.runId);
+        if (row !== null && row.head === before + events.length) {
+          this.#lease.head = row.head;
+          return await this.#log.read(this.#lease.runId, before + 1, row.head);
+        }
+        this.#lease.head = before;
+        return await this.#log.append(this.#lease, events);
+      } catch (error) {
+        const storeIsAway = error instanceof LonghaulError && error.code === 'StoreUnavailable';
+        if (!storeIsAway || this.#clock.now() > deadline) throw error;
+        this.#lease.head = -1;
+        await this.#clock.sleep(250);
+      }
+    }
+  }
+
+  async takeSignals(): Promise<void> {
+    const rows = await this.#log.inbox(this.#lease.runId);
+    if (rows.length === 0) return;
+    await this.append(
+      rows.map((row) => ({
+        type: 'signal.received' as const,
+        data: { key: row.key, signal: row.signal, data: row.data },
+      })),
+    );
+    await this.#log.drain(
+      this.#lease,
+      rows.map((row) => row.id),
+    );
+  }
+}
+
+/** The journal of a rollout: in memory, written to the store in batches once runs are over. */
+export class MemoryJournal implements Journal {
+  readonly events: Event[] = [];
+  readonly #runId: string;
+  readonly #clock: Clock;
+  #state: RunState | null = null;
+
+  constructor(runId: string, spec: RunSpec, clock: Clock) {
+    this.#runId = runId;
+    this.#clock = clock;
+    this.#push({ type: 'run.created', data: spec });
+  }
+
+  get state(): RunState {
+    return this.#state!;
+  }
+
+  async append(events: readonly NewEvent[]): Promise<void> {
+    for (const event of events) this.#push(event);
+  }
+
+  async takeSignals(): Promise<void> {}
+
+  #push(event: NewEvent): void {
+    const stored = {
+      ...event,
+      runId: this.#runId,
+      seq: this.events.length + 1,
+      at: new Date(this.#clock.now()).toISOString(),
+      v: EVENT_VERSIONS[event.type],
+    } as Event;
+    this.#state = apply(this.#state, stored);
+    this.events.push(stored);
+  }
+}
