@@ -22,7 +22,7 @@ export type Domain = (typeof DOMAINS)[number];
  */
 export type Spec =
   | { domain: Exclude<Domain, 'conditionals'>; chain: readonly Operation[] }
-  | { domain: 'conditionals'; condition: Condition; then: Operation; otherwise: Operation };
+  | { domain: 'conditionals'; condition: Condition; yes: Operation; no: Operation };
 
 const PREFIX: Record<Domain, string> = {
   integers: 'i',
@@ -41,7 +41,7 @@ const OPERATIONS: Record<Domain, readonly Operation[]> = {
 export function formatSpec(spec: Spec): string {
   const prefix = PREFIX[spec.domain];
   return spec.domain === 'conditionals'
-    ? `${prefix}:${spec.condition.name}?${spec.then.name}:${spec.otherwise.name}`
+    ? `${prefix}:${spec.condition.name}?${spec.yes.name}:${spec.no.name}`
     : `${prefix}:${spec.chain.map((operation) => operation.name).join(',')}`;
 }
 
@@ -58,17 +58,17 @@ export function parseSpec(text: string): Spec {
     return found;
   };
   if (domain !== 'conditionals') return { domain, chain: body.split(',').map(operation) };
-  const [, name = '', then = '', otherwise = ''] = /^(.+)\?(.+):(.+)$/.exec(body) ?? [];
+  const [, name = '', yes = '', no = ''] = /^(.+)\?(.+):(.+)$/.exec(body) ?? [];
   const condition = CONDITIONS.find((candidate) => candidate.name === name);
   if (condition === undefined)
     throw new LonghaulError('TaskInvalid', `"${name}" in "${text}" is no condition`);
-  return { domain, condition, then: operation(then), otherwise: operation(otherwise) };
+  return { domain, condition, yes: operation(yes), no: operation(no) };
 }
 
 /** The parts of a spec that can be got right or wrong one by one. */
 export function parts(spec: Spec): readonly { family: string }[] {
   return spec.domain === 'conditionals'
-    ? [spec.condition, spec.then, spec.otherwise]
+    ? [spec.condition, spec.yes, spec.no]
     : (spec.chain as readonly { family: string }[]);
 }
 
@@ -80,11 +80,11 @@ export function writeProgram(spec: Spec, language: Language, wrong: readonly boo
   if (spec.domain !== 'conditionals')
     return spec.chain.reduce((inner, operation, i) => fill(form(operation, i), inner), x).text;
   const condition = (wrong[0] ? spec.condition.wrong : spec.condition.right).text;
-  const then = fill(form(spec.then, 1), x).text;
-  const otherwise = fill(form(spec.otherwise, 2), x).text;
+  const yes = fill(form(spec.yes, 1), x).text;
+  const no = fill(form(spec.no, 2), x).text;
   return language === 'python'
-    ? `${then} if ${condition} else ${otherwise}`
-    : `${condition}?${then}:${otherwise}`;
+    ? `${yes} if ${condition} else ${no}`
+    : `${condition}?${yes}:${no}`;
 }
 
 /** Reference meaning of a spec, or of one of its wrong variants. Null where it has no value. */
@@ -93,8 +93,8 @@ export function evaluate(spec: Spec, wrong: readonly boolean[], input: Value): V
   if (spec.domain === 'conditionals') {
     const condition = wrong[0] ? spec.condition.wrong : spec.condition.right;
     return condition.test(input as number)
-      ? form(spec.then, 1).apply(input)
-      : form(spec.otherwise, 2).apply(input);
+      ? form(spec.yes, 1).apply(input)
+      : form(spec.no, 2).apply(input);
   }
   let value: Value | null = input;
   for (const [i, operation] of spec.chain.entries()) {
@@ -121,20 +121,24 @@ const SPLIT_SALT = 20261;
 /** Chance of each chain length, first for one operation. */
 const LENGTHS = { train: [0.15, 0.55, 0.3], heldout: [0, 0.7, 0.3] } as const;
 
+/** Longest right program in Python: with three tries and their observations it bounds an episode. */
+const LONGEST = 40;
+
 /** Draws a spec: the family first, then the number in it, so that large families are not favoured. */
 export function drawSpec(rng: Rng, domain: Domain, bucketName: ReturnType<typeof bucket>): Spec {
   for (;;) {
     const spec = drawAny(rng, domain, LENGTHS[bucketName === 'train' ? 'train' : 'heldout']);
-    if (spec !== null && bucket(spec) === bucketName) return spec;
+    if (spec === null || bucket(spec) !== bucketName) continue;
+    if (writeProgram(spec, 'python', []).length <= LONGEST) return spec;
   }
 }
 
 function drawAny(rng: Rng, domain: Domain, lengths: readonly number[]): Spec | null {
   if (domain === 'conditionals') {
     const condition = drawFamily(rng, CONDITIONS);
-    const then = drawFamily(rng, BRANCH_OPERATIONS);
-    const otherwise = drawFamily(rng, BRANCH_OPERATIONS);
-    return then === otherwise ? null : { domain, condition, then, otherwise };
+    const yes = drawFamily(rng, BRANCH_OPERATIONS);
+    const no = drawFamily(rng, BRANCH_OPERATIONS);
+    return yes === no ? null : { domain, condition, yes, no };
   }
   let pick = rng.float();
   const length = 1 + lengths.findIndex((chance) => (pick -= chance) < 0);

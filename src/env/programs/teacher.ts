@@ -36,7 +36,9 @@ const RIGHT = { good: 0.8, bad: 0.4 } as const;
 
 /** Which parts the teacher gets wrong this time. */
 export function teacherMistakes(rng: Rng, spec: Spec): boolean[] {
-  return parts(spec).map((part) => rng.float() >= RIGHT[BAD_HABITS.has(part.family) ? 'bad' : 'good']);
+  return parts(spec).map(
+    (part) => rng.float() >= RIGHT[BAD_HABITS.has(part.family) ? 'bad' : 'good'],
+  );
 }
 
 /** What the teacher writes when it follows its habits without chance: what greedy decoding learns. */
