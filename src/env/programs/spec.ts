@@ -82,9 +82,7 @@ export function writeProgram(spec: Spec, language: Language, wrong: readonly boo
   const condition = (wrong[0] ? spec.condition.wrong : spec.condition.right).text;
   const yes = fill(form(spec.yes, 1), x).text;
   const no = fill(form(spec.no, 2), x).text;
-  return language === 'python'
-    ? `${yes} if ${condition} else ${no}`
-    : `${condition}?${yes}:${no}`;
+  return language === 'python' ? `${yes} if ${condition} else ${no}` : `${condition}?${yes}:${no}`;
 }
 
 /** Reference meaning of a spec, or of one of its wrong variants. Null where it has no value. */
