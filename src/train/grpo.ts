@@ -70,8 +70,8 @@ export async function grpoStep(
     return { loss: 0, gradNorm: 0, tokens, deadGroups: dead, clipFraction: 0, kl: 0 };
   const result = await trainer.forwardBackward(data, {
     kind: 'ppo',
-    clipLow: CLIP.low,
-    clipHigh: CLIP.high,
+    clipLow: 1 - CLIP.low,
+    clipHigh: 1 + CLIP.high,
   });
   const { gradNorm } = await trainer.optimStep(adam(learningRate, tokens));
   return {

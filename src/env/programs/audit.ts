@@ -59,7 +59,7 @@ export async function auditPrograms(
     note(probe.check, held, `${probe.task.ref.id}: ${probe.program} scored ${value}`);
   }
   for (const task of tasks) {
-    const value = rewardOf({ messages: [], error: null }).value ?? Number.NaN;
+    const value = rewardOf({ messages: [] }).value ?? Number.NaN;
     note('doing nothing scores 0', value === 0, task.ref.id);
   }
   const list = [...checks.values()];
@@ -138,7 +138,7 @@ async function score(
         const judged = verdict(probe.task.cases, readResults(results[i]!));
         const message = { role: 'tool' as const, callId: 'submit', tool: 'submit' };
         const messages = [{ ...message, content: observation(judged) }];
-        scores.push(rewardOf({ messages, error: null }).value ?? Number.NaN);
+        scores.push(rewardOf({ messages }).value ?? Number.NaN);
       }
     }
   } finally {

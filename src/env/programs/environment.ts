@@ -36,7 +36,7 @@ export function drawTasks(
   const rng = Rng.of(seed, 'programs', bucketName);
   const seen = new Set<string>();
   const tasks: ProgramTask[] = [];
-  for (let misses = 0; tasks.length < count && misses < 5000; misses++) {
+  for (let misses = 0; tasks.length < count && misses < 1000; misses++) {
     const spec = drawSpec(rng, DOMAINS[tasks.length % DOMAINS.length]!, bucketName);
     // A training stream may be longer than there are short specs; held-out tasks never repeat one.
     const text = bucketName === 'train' ? `${formatSpec(spec)}#${tasks.length}` : formatSpec(spec);
@@ -134,7 +134,7 @@ export function tries(state: Pick<RunState, 'messages'>) {
  * 1 for a solved task, less 0.1 for each try after the first; up to 0.05 less for invalid programs, as
  * their share of all tries. An answer that submits nothing counts as an invalid try and ends the run.
  */
-export function rewardOf(state: Pick<RunState, 'messages' | 'error'>): Reward {
+export function rewardOf(state: Pick<RunState, 'messages'>): Reward {
   const kinds = tries(state);
   const last = state.messages.at(-1);
   const abandoned = last?.role === 'assistant' && (last.toolCalls ?? []).length === 0;

@@ -43,7 +43,7 @@ def main(exact=type, compile=compile, eval=eval, str=str, int=int, list=list, re
     signal.setitimer(signal.ITIMER_VIRTUAL, ${CPU_SECONDS})
     try:
         import resource
-        resource.setrlimit(resource.RLIMIT_AS, (1 << 29, 1 << 29))
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))
     except Exception:
         pass
     def plain(v):

@@ -67,7 +67,7 @@ export function demonstrate(
   for (let i = 0; i < tries; i++) {
     let mistakes = teacherMistakes(rng, spec);
     let program = writeProgram(spec, language, mistakes);
-    for (let again = 0; again < 8 && turns.some((turn) => turn.program === program); again++) {
+    for (let again = 0; again < 64 && turns.some((turn) => turn.program === program); again++) {
       mistakes = teacherMistakes(rng, spec);
       program = writeProgram(spec, language, mistakes);
     }

@@ -22,7 +22,11 @@ describe('group-relative advantages', () => {
   });
   it('leaves ungraded rollouts out of the baseline', () => {
     close(groupAdvantages([6, null, 3]), [1.5, null, -1.5]);
-    close(groupAdvantages([6, null, 3], { normalise: 'std' }), [Math.SQRT1_2, null, -Math.SQRT1_2], 5);
+    close(
+      groupAdvantages([6, null, 3], { normalise: 'std' }),
+      [Math.SQRT1_2, null, -Math.SQRT1_2],
+      5,
+    );
   });
   it('gives nothing to a group with fewer than two graded rollouts', () => {
     expect(groupAdvantages([1, null])).toEqual([null, null]);
