@@ -1,11 +1,15 @@
-/** One measured figure. `value` is what the bar speaks of; `ratio` compares with a baseline of the same run. */
+/** One row of `longhaul bench ROOM --json`. */
 export interface Row {
   name: string;
+  /** Unit of `p50`, `p99` and `value`. */
   unit: string;
+  /** Measurements taken. */
   n: number;
   p50: number;
   p99: number;
+  /** The figure the bar speaks of. */
   value: number;
+  /** What it was compared with, in `unit`, measured in the same run. */
   baseline?: number;
   ratio?: number;
   /** The bar in words. */
@@ -13,10 +17,11 @@ export interface Row {
   pass: boolean;
 }
 
-/** Nearest-rank percentile of samples, which need not be sorted. NaN for none. */
-export function percentile(samples: readonly number[], p: number): number {
-  const sorted = samples.toSorted((a, b) => a - b);
-  return (
-    sorted[Math.min(sorted.length - 1, Math.ceil((p / 100) * sorted.length) - 1)] ?? Number.NaN
-  );
+/** The q-th quantile (0 to 1) of measurements, by nearest rank. */
+export function quantile(samples: readonly number[], q: number): number {
+  const sorted = samples.slice().sort((a, b) => a - b);
+  const rank = Math.min(sorted.length - 1, Math.max(0, Math.ceil(q * sorted.length) - 1));
+  const value = sorted[rank];
+  if (value === undefined) throw new RangeError('quantile of no samples');
+  return value;
 }

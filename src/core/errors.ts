@@ -93,6 +93,11 @@ export const ERROR_CODES = {
     status: 507,
     next: 'Give a home folder that can be written with --home.',
   },
+  StoreTooNew: {
+    class: 'usage',
+    status: 409,
+    next: 'Update Longhaul to the version that wrote this store, or use another home folder.',
+  },
   DiskFull: { class: 'pause', status: 507, next: 'Free disk space, then resume.' },
   GraderFailed: {
     class: 'terminal',
