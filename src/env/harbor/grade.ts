@@ -107,7 +107,7 @@ const VERIFIER_ENV = {
 
 async function empty(sandbox: Sandbox): Promise<void> {
   const script =
-    'set -e; for d in "$@"; do mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
+    'set -e; for d in "$@"; do d=$(readlink -m -- "$d"); mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', script, 'sh', ...dirs],

@@ -49,7 +49,10 @@ export async function upload(
 
 async function send(sandbox: ToolSandbox, target: string, blocks: Buffer[]): Promise<void> {
   const script =
-    blocks.length === 0 ? 'mkdir -p -- "$0"' : 'exec tar -x -p --no-same-owner -f - -C "$0"';
+    // A driver may give a directory outside of the workspace as a link to where it can be written.
+    blocks.length === 0
+      ? 'mkdir -p -- "$(readlink -m -- "$0")"'
+      : 'exec tar -x -p --no-same-owner -f - -C "$0"';
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', script, target],
     cwd: '/',
