@@ -8,6 +8,7 @@ import {
   type UngradedStatus,
 } from '../../core/index.ts';
 import type { Sandbox } from '../../sandbox/contract.ts';
+import { WORKSPACE } from './dockerfile.ts';
 import { CLEAN_ENV, upload } from './pack.ts';
 import { parseRewardJson, parseRewardText, type ScoreOrProblem } from './reward-file.ts';
 import type { HarborTask } from './task.ts';
@@ -39,9 +40,7 @@ export async function gradeHarborTask(
 ): Promise<Grade> {
   let copy: Sandbox | undefined;
   try {
-    // A fork starts from the last quiescent state: without ending the agent's processes first, that
-    // would be the workspace as it was before they were started.
-    await sandbox.snapshot({ onBusy: 'stop' });
+    await endProcesses(sandbox);
     [copy] = await sandbox.fork(1);
     if (copy === undefined)
       throw new LonghaulError('SandboxUnavailable', 'the fork gave no sandbox');
@@ -56,6 +55,27 @@ export async function gradeHarborTask(
   }
 }
 
+/**
+ * Ends what the agent left running. A fork starts from the last quiescent state: with a process alive,
+ * that would be the workspace as it was before, and the wrong one would be graded without a word. Not by
+ * a snapshot, since its layer would outlive the sandbox and only the driver can drop it.
+ */
+async function endProcesses(sandbox: Sandbox): Promise<void> {
+  // `kill -1` reaches all processes at once, so that none can outrun it by forking.
+  const script =
+    'i=0; kill -s KILL -- -1; while kill -s 0 -- -1; do i=$((i+1)); [ $i -lt 500 ] || exit 1; sleep 0.01; done; exit 0';
+  const result = await sandbox.exec({
+    argv: ['/bin/sh', '-c', `exec 2>/dev/null; ${script}`],
+    cwd: '/',
+    env: CLEAN_ENV,
+  });
+  if (result.cause === 'exited' && result.code === 0) return;
+  throw new LonghaulError(
+    'SandboxBusy',
+    `processes of the agent could not be ended before grading (${ending(result)})`,
+  );
+}
+
 async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Promise<Grade> {
   await empty(sandbox);
   await upload(sandbox, TESTS, task.tests);
@@ -67,9 +87,11 @@ async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Prom
       ...Object.entries({ ...VERIFIER_ENV, ...task.verifier.env }).map(([k, v]) => `${k}=${v}`),
       'bash',
       '-c',
-      `exec bash ${TESTS}/test.sh 2>&1 </dev/null`,
+      // An agent that removed the directory, or its own right to enter it, gets graded all the same.
+      `exec 2>&1 </dev/null; chmod u+rwx ${WORKSPACE}; cd ${WORKSPACE}; cd -- "$0" || :; exec bash ${TESTS}/test.sh`,
+      task.workdir,
     ],
-    cwd: task.workdir,
+    cwd: '/',
     env: CLEAN_ENV,
     timeoutMs: task.verifier.timeoutMs,
     keepBytes: OUTPUT_BYTES,
