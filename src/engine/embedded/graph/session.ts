@@ -1,0 +1,61 @@
+import { InferenceSession, Tensor } from 'onnxruntime-node';
+import type { Graph } from './graph.ts';
+
+export interface SessionOptions {
+  /** Threads inside an operation. */
+  threads: number;
+  /** Idle threads spin: up to a fifth faster, but they burn a shared machine. */
+  spinning: boolean;
+}
+
+export type Feed = Float32Array | Int32Array | BigInt64Array;
+
+const TYPE_NAMES = {
+  Float32Array: 'float32',
+  Int32Array: 'int32',
+  BigInt64Array: 'int64',
+} as const;
+
+/** Wraps an array (or a view into a larger one: nothing is copied) as an input of a session. */
+export function tensor(data: Feed, shape: readonly number[]): Tensor {
+  const type = TYPE_NAMES[data.constructor.name as keyof typeof TYPE_NAMES];
+  return new Tensor(type as 'float32', data as Float32Array, shape);
+}
+
+/**
+ * A graph compiled by ONNX Runtime. Its `run` blocks the thread it is called on: sessions live in
+ * workers.
+ */
+export class Session {
+  readonly #session: InferenceSession;
+
+  private constructor(session: InferenceSession) {
+    this.#session = session;
+  }
+
+  static async compile(graph: Graph, options: SessionOptions): Promise<Session> {
+    const session = await InferenceSession.create(graph.encode(), {
+      executionProviders: ['cpu'],
+      intraOpNumThreads: options.threads,
+      interOpNumThreads: 1,
+      executionMode: 'sequential',
+      graphOptimizationLevel: 'all',
+      logSeverityLevel: 3,
+      extra: { session: { intra_op: { allow_spinning: options.spinning ? '1' : '0' } } },
+    });
+    return new Session(session);
+  }
+
+  /** Outputs by name. Arrays are fresh unless a tensor is given in `into`, which is then written. */
+  async run(
+    feeds: Readonly<Record<string, Tensor>>,
+    into?: Readonly<Record<string, Tensor | null>>,
+  ): Promise<Record<string, Tensor>> {
+    const results = into ? await this.#session.run(feeds, into) : await this.#session.run(feeds);
+    return results as Record<string, Tensor>;
+  }
+
+  async dispose(): Promise<void> {
+    await this.#session.release();
+  }
+}
