@@ -66,9 +66,15 @@ export function headLogits(
   return linear(g, hidden, parameter(parameters, config.tiedHead ? 'embed' : 'head'));
 }
 
-export function rotary(g: Graph, config: ModelConfig, scale = 1): RotaryTable {
+/**
+ * Rotation of queries and keys, both scaled by headDim^(−1/4), so that their products come out scaled
+ * by 1/sqrt(headDim) at no cost. Cached keys carry the factor.
+ */
+export function rotary(g: Graph, config: ModelConfig): RotaryTable {
   const { maxLength, ropeTheta } = config;
-  return rotaryTable(g, { maxLength, headDim: headDim(config), theta: ropeTheta, scale });
+  const width = headDim(config);
+  const scale = width ** -0.25;
+  return rotaryTable(g, { maxLength, headDim: width, theta: ropeTheta, scale });
 }
 
 /**
@@ -96,7 +102,7 @@ export function wholeRowAttention(
     const group = heads / kvHeads;
     const wideK = group === 1 ? k : repeatEach(g, k, 1, group);
     const wideV = group === 1 ? v : repeatEach(g, v, 1, group);
-    const out = attention(g, q, wideK, wideV, mask, width ** -0.5);
+    const out = attention(g, q, wideK, wideV, mask);
     return reshape(g, transpose(g, out, [0, 2, 1, 3]), [count, heads * width]);
   };
 }

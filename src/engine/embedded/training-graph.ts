@@ -46,7 +46,7 @@ export function trainingGraph(config: ModelConfig, kind: Loss['kind']): Graph {
   g.output(loss, 'loss');
   const flat = gradients(g, loss, parameters).map((gradient) => {
     const size = gradient.shape.reduce<number>((a, b) => a * (b as number), 1);
-    return g.emit('Reshape', [gradient, g.shapeOf([size])], [size]);
+    return g.emit('Reshape', [gradient, g.shapeOf([size], 'reshape')], [size]);
   });
   const total = flat.reduce((a, b) => a + (b.shape[0] as number), 0);
   g.output(g.emit('Concat', flat, [total], { axis: 0 }), 'gradient');

@@ -2,7 +2,7 @@ import { LonghaulError } from '../../core/index.ts';
 import type { AdamParams, Datum, ForwardResult, Loss, ModelConfig } from '../contract.ts';
 import { adamW, norm, type OptimiserState } from './adamw.ts';
 import { causalMask, checkData, invalid, type MicroBatch, planBatches } from './batches.ts';
-import { type Feed, Session, type SessionOptions, tensor } from './graph/session.ts';
+import { Session, type SessionOptions, type Tensors, tensor } from './graph/session.ts';
 import { type Layout, layoutOf } from './layout.ts';
 import { scoringGraph, trainingGraph } from './training-graph.ts';
 
@@ -11,8 +11,6 @@ const MICRO_BATCH_TOKENS = 2048;
 
 const NUMERIC_ADVICE =
   'Lower the learning rate, clip gradients, or check weights, advantages and log-probs.';
-
-type Tensors = Record<string, ReturnType<typeof tensor>>;
 
 /** Views of a flat weight vector as the graph's parameter inputs. */
 export function parameterFeeds(layout: Layout, weights: Float32Array): Tensors {
@@ -197,15 +195,10 @@ function lossFeeds(data: readonly Datum[], batch: MicroBatch, loss: Loss): Tenso
   const feeds: Tensors = { weight: tensor(weight, [count]) };
   if (loss.kind !== 'cross_entropy') feeds.sampled = tensor(sampled, [count]);
   if (loss.kind === 'ppo') {
-    feeds.clipLow = scalar(loss.clipLow);
-    feeds.clipHigh = scalar(loss.clipHigh);
+    feeds.clipLow = tensor(Float32Array.of(loss.clipLow), []);
+    feeds.clipHigh = tensor(Float32Array.of(loss.clipHigh), []);
   }
   return feeds;
-}
-
-function scalar(value: number): ReturnType<typeof tensor> {
-  const data: Feed = Float32Array.of(value);
-  return tensor(data, []);
 }
 
 function checkAdam(adam: AdamParams): void {

@@ -27,7 +27,7 @@ function sumTo(g: Graph, gradient: Value, shape: readonly Dim[]): Value {
   if (axes.length === 0) return gradient;
   const kept = gradient.shape.map((dim, i) => (axes.includes(i) ? 1 : dim));
   const sum = g.emit('ReduceSum', [gradient, axesOf(g, axes)], kept, { keepdims: 1 });
-  return lead === 0 ? sum : g.emit('Reshape', [sum, g.shapeOf(shape)], shape);
+  return lead === 0 ? sum : g.emit('Reshape', [sum, g.shapeOf(shape, 'reshape')], shape);
 }
 
 function axesOf(g: Graph, axes: readonly number[]): Value {
@@ -96,8 +96,8 @@ export function sum(g: Graph, x: Value): Value {
 }
 
 export function reshape(g: Graph, x: Value, shape: readonly Dim[]): Value {
-  const y = g.emit('Reshape', [x, g.shapeOf(shape)], shape);
-  g.record([x], [y], ([dy]) => [g.emit('Reshape', [dy!, g.shapeOf(x.shape)], x.shape)]);
+  const y = g.emit('Reshape', [x, g.shapeOf(shape, 'reshape')], shape);
+  g.record([x], [y], ([dy]) => [g.emit('Reshape', [dy!, g.shapeOf(x.shape, 'reshape')], x.shape)]);
   return y;
 }
 
@@ -127,11 +127,12 @@ export function repeatEach(g: Graph, x: Value, axis: number, times: number): Val
   const single = [...before, size, 1, ...after];
   const wide = [...before, size, times, ...after];
   const shape = [...before, size * times, ...after];
-  const lifted = g.emit('Reshape', [x, g.shapeOf(single)], single);
-  const expanded = g.emit('Expand', [lifted, g.shapeOf(wide)], wide);
-  const y = g.emit('Reshape', [expanded, g.shapeOf(shape)], shape);
+  const spread = wide.map((_, i) => (i === axis + 1 ? times : 1));
+  const lifted = g.emit('Reshape', [x, g.shapeOf(single, 'reshape')], single);
+  const expanded = g.emit('Expand', [lifted, g.shapeOf(spread)], wide);
+  const y = g.emit('Reshape', [expanded, g.shapeOf(shape, 'reshape')], shape);
   g.record([x], [y], ([dy]) => {
-    const parts = g.emit('Reshape', [dy!, g.shapeOf(wide)], wide);
+    const parts = g.emit('Reshape', [dy!, g.shapeOf(wide, 'reshape')], wide);
     return [g.emit('ReduceSum', [parts, axesOf(g, [axis + 1])], x.shape, { keepdims: 0 })];
   });
   return y;

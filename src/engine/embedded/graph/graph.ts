@@ -109,10 +109,14 @@ export class Graph {
     this.tape.push({ inputs, outputs, backward });
   }
 
-  /** A shape as an int64 tensor, with named sizes read from the inputs that carry them. */
-  shapeOf(dims: readonly Dim[]): Value {
+  /**
+   * A shape as an int64 tensor, with named sizes read from the inputs that carry them. A name that no
+   * input carries is an error, but for a Reshape, which infers one such size.
+   */
+  shapeOf(dims: readonly Dim[], use: 'reshape' | 'exact' = 'exact'): Value {
     const unknown = dims.filter((dim) => typeof dim === 'string' && !this.#dimensions.has(dim));
-    if (unknown.length > 1) throw new Error(`sizes ${unknown.join()} are those of no input`);
+    if (unknown.length > (use === 'reshape' ? 1 : 0))
+      throw new Error(`sizes ${unknown.join()} are those of no input`);
     const parts = dims.map((dim) => {
       if (typeof dim === 'number') return this.constant([dim], [1], 'int64');
       return this.#dimensions.get(dim) ?? this.constant([-1], [1], 'int64');

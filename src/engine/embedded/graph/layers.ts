@@ -99,7 +99,7 @@ export interface RotaryTable {
 
 /**
  * Angles position · theta^(−2i/headDim) (Su et al. 2021), as constants of the graph. `scale`
- * multiplies the result: a query scaled here needs no scaling of its scores.
+ * multiplies what is rotated.
  */
 export function rotaryTable(
   g: Graph,
@@ -134,23 +134,15 @@ export function rope(g: Graph, x: Value, positions: Value, table: RotaryTable): 
 }
 
 /**
- * softmax(q·kᵀ·scale + mask)·v for q, k, v [rows, heads, length, headDim] and an additive mask that
+ * softmax(q·kᵀ + mask)·v for q, k, v [rows, heads, length, headDim] and an additive mask that
  * broadcasts to the scores. With P the probabilities, O the result, dP = dO·vᵀ and
- * δ = rowsum(dO·O): dS = P·(dP − δ), dq = scale·dS·k, dk = scale·dSᵀ·q, dv = Pᵀ·dO
+ * δ = rowsum(dO·O): dS = P·(dP − δ), dq = dS·k, dk = dSᵀ·q, dv = Pᵀ·dO
  * (the row sum as in Dao et al. 2022: a vector, not a matrix, per head).
  */
-export function attention(
-  g: Graph,
-  q: Value,
-  k: Value,
-  v: Value,
-  mask: Value,
-  scale: number,
-): Value {
+export function attention(g: Graph, q: Value, k: Value, v: Value, mask: Value): Value {
   const [rows, heads, length] = q.shape as [Dim, Dim, Dim];
   const square = [rows, heads, length, k.shape[2] as Dim];
-  const alpha = { alpha: { float: scale } };
-  const scores = g.emit('FusedMatMul', [q, k], square, { transB: 1, ...alpha }, MICROSOFT);
+  const scores = g.emit('FusedMatMul', [q, k], square, { transB: 1 }, MICROSOFT);
   const masked = g.emit('Add', [scores, mask], square);
   const p = g.emit('Softmax', [masked], square, { axis: -1 });
   const y = g.emit('MatMul', [p, v], q.shape);
@@ -163,8 +155,8 @@ export function attention(
     const dp = g.emit('FusedMatMul', [dy!, v], square, { transB: 1 }, MICROSOFT);
     const ds = g.emit('Mul', [p, g.emit('Sub', [dp, delta], square)], square);
     return [
-      g.emit('FusedMatMul', [ds, k], q.shape, alpha, MICROSOFT),
-      g.emit('FusedMatMul', [ds, q], k.shape, { transA: 1, ...alpha }, MICROSOFT),
+      g.emit('MatMul', [ds, k], q.shape),
+      g.emit('FusedMatMul', [ds, q], k.shape, { transA: 1 }, MICROSOFT),
       g.emit('FusedMatMul', [p, dy!], v.shape, { transA: 1 }, MICROSOFT),
     ];
   });

@@ -16,6 +16,8 @@ const TYPE_NAMES = {
   BigInt64Array: 'int64',
 } as const;
 
+export type Tensors = Record<string, Tensor>;
+
 /** Wraps an array (or a view into a larger one: nothing is copied) as an input of a session. */
 export function tensor(data: Feed, shape: readonly number[]): Tensor {
   const type = TYPE_NAMES[data.constructor.name as keyof typeof TYPE_NAMES];
@@ -46,13 +48,9 @@ export class Session {
     return new Session(session);
   }
 
-  /** Outputs by name. Arrays are fresh unless a tensor is given in `into`, which is then written. */
-  async run(
-    feeds: Readonly<Record<string, Tensor>>,
-    into?: Readonly<Record<string, Tensor | null>>,
-  ): Promise<Record<string, Tensor>> {
-    const results = into ? await this.#session.run(feeds, into) : await this.#session.run(feeds);
-    return results as Record<string, Tensor>;
+  /** Outputs by name, in fresh arrays. */
+  async run(feeds: Readonly<Tensors>): Promise<Tensors> {
+    return (await this.#session.run(feeds)) as Tensors;
   }
 
   async dispose(): Promise<void> {
