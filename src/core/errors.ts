@@ -21,6 +21,11 @@ export const ERROR_CODES = {
     status: 422,
     next: 'Fix the named option; `longhaul help COMMAND` lists them.',
   },
+  InputInvalid: {
+    class: 'usage',
+    status: 422,
+    next: 'Fix the named sequence, token or request and call again; nothing was changed.',
+  },
   NotFound: { class: 'usage', status: 404, next: 'List what exists with `longhaul runs`.' },
   CapabilityMissing: {
     class: 'usage',
