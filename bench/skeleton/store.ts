@@ -176,11 +176,11 @@ function resultPair(i: number): [NewEvent, NewEvent] {
   return [
     {
       type: 'tool.completed',
-      data: { callId: `call-${i}`, output, isError: false, durationMs: 12 },
+      data: { callId: `call-${i}`, tool: 'shell', output, isError: false, durationMs: 12 },
     },
     {
       type: 'message.added',
-      data: { message: { role: 'tool', callId: `call-${i}`, tool: 'shell', content: output } },
+      data: { message: { role: 'user', content: text(i + 1, 900) } },
     },
   ];
 }

@@ -49,10 +49,8 @@ export async function show(
 
   if (options.follow && !isFinal(state.status)) {
     const interrupt = onInterrupt(() => {});
-    let seen = state.head;
-    for await (const event of store.log.follow(runId, interrupt.signal)) {
-      if (event.seq <= seen) continue;
-      seen = event.seq;
+    for await (const { event } of store.log.follow({ runId, signal: interrupt.signal })) {
+      if (event.seq <= state.head) continue;
       narrate(write, event);
       output.document({ event });
       if (

@@ -84,6 +84,8 @@ function listTasks(root: string): TaskRef[] {
 function session(ref: TaskRef, task: HarborTask): HarborSession {
   return {
     ref,
+    name: task.name,
+    hash: task.hash,
     task,
     messages: [{ role: 'user', content: prompt(task) }],
     tools: [],
