@@ -14,7 +14,7 @@ if (major < 22 || (major === 22 && minor < 18)) {
 }
 
 // A published package holds dist/; a checkout runs the TypeScript sources as they are.
-const compiled = new URL('../dist/cli/main.js', import.meta.url);
+const compiled = new URL('../dist/src/cli/main.js', import.meta.url);
 const source = new URL('../src/cli/main.ts', import.meta.url);
 const { main } = await import(existsSync(fileURLToPath(source)) ? source.href : compiled.href);
 await main(process.argv.slice(2));

@@ -21,6 +21,11 @@ export const ERROR_CODES = {
     status: 422,
     next: 'Fix the named option; `longhaul help COMMAND` lists them.',
   },
+  InputInvalid: {
+    class: 'usage',
+    status: 422,
+    next: 'Fix the named sequence, token or request and call again; nothing was changed.',
+  },
   NotFound: { class: 'usage', status: 404, next: 'List what exists with `longhaul runs`.' },
   CapabilityMissing: {
     class: 'usage',
@@ -83,6 +88,11 @@ export const ERROR_CODES = {
     status: 503,
     next: 'The sandbox was replaced; the call can be repeated.',
   },
+  FileRefused: {
+    class: 'usage',
+    status: 422,
+    next: 'Choose another path, or free space in the sandbox.',
+  },
   StoreUnavailable: {
     class: 'retryable',
     status: 503,
@@ -92,6 +102,11 @@ export const ERROR_CODES = {
     class: 'usage',
     status: 507,
     next: 'Give a home folder that can be written with --home.',
+  },
+  StoreTooNew: {
+    class: 'usage',
+    status: 409,
+    next: 'Update Longhaul to the version that wrote this store, or use another home folder.',
   },
   DiskFull: { class: 'pause', status: 507, next: 'Free disk space, then resume.' },
   GraderFailed: {

@@ -174,9 +174,13 @@ export function apply(state: RunState | null, event: Event): RunState {
         const reason = (event.data.data as { reason?: string } | null)?.reason ?? 'stopped';
         state.stopRequested = { key: event.data.key, reason };
       } else {
-        const answer = event.data.data as { callId?: string; answer?: 'done' | 'repeat' } | null;
-        if (answer?.callId !== undefined)
+        const answer = event.data.data as Answer | null;
+        if (answer?.callId !== undefined) {
           patchCall(state, answer.callId, { answer: answer.answer ?? null });
+        }
+        if (answer?.budget !== undefined) {
+          state.spec = { ...state.spec, budget: { ...state.spec.budget, ...answer.budget } };
+        }
       }
       break;
     case 'grade.recorded':

@@ -17,6 +17,10 @@ export interface TaskRef {
  */
 export interface TaskSession {
   readonly ref: TaskRef;
+  /** A name for people. */
+  readonly name: string;
+  /** Changes whenever anything that decides the task's outcome changes; runs and audits are bound to it. */
+  readonly hash: string;
   /** First messages of the conversation. */
   readonly messages: readonly Message[];
   /** Tools of this task, beside those of the agent. */

@@ -1,0 +1,50 @@
+import { resolve } from 'node:path';
+import type { RunSpec } from '../../core/index.ts';
+import { harborEnvironment } from '../../env/harbor/index.ts';
+import { createRun } from '../../run/index.ts';
+import { host } from '../host.ts';
+import { openModel } from '../models.ts';
+import type { Platform } from '../platform.ts';
+
+export interface RunOptions {
+  model: string;
+  baseUrl?: string;
+  seed: number;
+  modelCalls: number;
+  toolCalls?: number;
+  minutes?: number;
+}
+
+/** `longhaul run TASK_DIR`: everything that can be wrong is found before the run exists. */
+export async function run(
+  platform: Platform,
+  taskDir: string,
+  options: RunOptions,
+): Promise<number> {
+  const model = { ref: options.model, ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}) };
+  const ref = {
+    environment: 'harbor',
+    id: resolve(taskDir),
+    domain: 'coding',
+    split: 'heldout' as const,
+  };
+  const session = await harborEnvironment().open(ref);
+  await openModel(platform, model);
+  await platform.sandboxes();
+  const spec: RunSpec = {
+    kind: 'hosted',
+    task: { name: session.name, ref: JSON.stringify(ref), hash: session.hash },
+    agent: 'coder',
+    model,
+    seed: options.seed,
+    budget: {
+      modelCalls: options.modelCalls,
+      ...(options.toolCalls ? { toolCalls: options.toolCalls } : {}),
+      ...(options.minutes ? { wallMs: options.minutes * 60_000 } : {}),
+    },
+  };
+  const store = await platform.store();
+  const runId = await createRun(store.log, spec);
+  platform.output.say(`run ${runId}: ${session.name} by ${options.model}`);
+  return host(platform, runId, spec);
+}

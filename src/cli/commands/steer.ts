@@ -1,0 +1,92 @@
+import { type Budget, fold, isFinal, LonghaulError } from '../../core/index.ts';
+import { answerRun, forkRun, stopRun } from '../../run/index.ts';
+import { host } from '../host.ts';
+import { type Platform, resolveRunId } from '../platform.ts';
+
+/** `longhaul resume RUN`: goes on where the log ends, after a crash or a pause. */
+export async function resume(
+  platform: Platform,
+  text: string,
+  options: {
+    answer?: 'done' | 'repeat';
+    modelCalls?: number;
+    toolCalls?: number;
+    minutes?: number;
+  },
+): Promise<number> {
+  const store = await platform.store();
+  const runId = await resolveRunId(store, text);
+  const state = fold(await store.log.read(runId));
+  if (isFinal(state.status)) {
+    throw new LonghaulError('ConfigInvalid', `the run is over (${state.status})`, {
+      next: `Fork it from a step instead: \`npx longhaul fork ${runId} --at STEP\`.`,
+    });
+  }
+  const budget: Budget = {
+    ...(options.modelCalls ? { modelCalls: options.modelCalls } : {}),
+    ...(options.toolCalls ? { toolCalls: options.toolCalls } : {}),
+    ...(options.minutes ? { wallMs: options.minutes * 60_000 } : {}),
+  };
+  if (Object.keys(budget).length > 0) await answerRun(store.log, runId, { budget });
+  if (options.answer !== undefined) {
+    const unknown = [...state.ledger.values()].find(
+      (call) => call.state === 'unknown' && call.resolution === 'ask',
+    );
+    if (unknown === undefined) {
+      throw new LonghaulError('ConfigInvalid', 'no call of this run waits for an answer', {
+        next: 'Resume it without --answer.',
+      });
+    }
+    await answerRun(store.log, runId, { callId: unknown.callId, answer: options.answer });
+  }
+  return host(platform, runId, state.spec);
+}
+
+/** `longhaul fork RUN --at STEP`: a new run from the end of a step, workspace included. */
+export async function fork(
+  platform: Platform,
+  text: string,
+  options: {
+    at: number;
+    message?: string;
+    model?: string;
+    baseUrl?: string;
+    seed?: number;
+    start: boolean;
+  },
+): Promise<number> {
+  const store = await platform.store();
+  const parentId = await resolveRunId(store, text);
+  const parent = fold(await store.log.read(parentId));
+  const model = options.model
+    ? { ref: options.model, ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}) }
+    : undefined;
+  const child = await forkRun(store.log, parentId, options.at, {
+    ...(options.message === undefined ? {} : { message: options.message }),
+    ...(model ? { model } : {}),
+    ...(options.seed === undefined ? {} : { seed: options.seed }),
+  });
+  platform.output.say(`run ${child.runId}: fork of ${parentId} after step ${options.at}`);
+  if (!options.start) {
+    platform.output.document(child);
+    platform.output.say(`start  npx longhaul resume ${child.runId}`);
+    return 0;
+  }
+  return host(platform, child.runId, { ...parent.spec, ...(model ? { model } : {}) });
+}
+
+/** `longhaul stop RUN`: the worker that has it ends it within seconds; without a worker it ends here. */
+export async function stop(
+  platform: Platform,
+  text: string,
+  options: { reason: string },
+): Promise<number> {
+  const store = await platform.store();
+  const runId = await resolveRunId(store, text);
+  const outcome = await stopRun(store.log, runId, platform.worker, options.reason);
+  platform.output.say(
+    outcome === 'stopped' ? `run ${runId} is stopped` : `run ${runId}: its worker was told to stop`,
+  );
+  platform.output.document({ runId, outcome });
+  return 0;
+}

@@ -1,0 +1,122 @@
+import { coder } from '../agent/index.ts';
+import {
+  attribute,
+  type Event,
+  isFinal,
+  LonghaulError,
+  type RunSpec,
+  type RunState,
+} from '../core/index.ts';
+import type { Environment, TaskRef, TaskSession } from '../env/contract.ts';
+import { harborEnvironment } from '../env/harbor/index.ts';
+import { runHosted } from '../run/index.ts';
+import { systemClock } from './clock.ts';
+import { openModel } from './models.ts';
+import { narrator, rewardText } from './narrate.ts';
+import { style } from './output.ts';
+import type { Platform } from './platform.ts';
+
+/** The environments a task reference may name. */
+function environment(name: string): Environment {
+  if (name === 'harbor') return harborEnvironment();
+  throw new LonghaulError('TaskInvalid', `this version knows no environment "${name}"`);
+}
+
+/** Opens the task that a run's spec names; refuses one whose files changed since the run began. */
+export async function openTask(spec: RunSpec): Promise<TaskSession> {
+  const ref = JSON.parse(spec.task.ref) as TaskRef;
+  const session = await environment(ref.environment).open(ref);
+  if (spec.task.hash !== undefined && session.hash !== spec.task.hash) {
+    throw new LonghaulError(
+      'TaskInvalid',
+      `the task ${spec.task.name} changed since this run began`,
+      {
+        next: 'Restore the task directory, or start a new run of it.',
+      },
+    );
+  }
+  return session;
+}
+
+/** Drives a run to its end or pause while a person watches, and says what to do next. */
+export async function host(platform: Platform, runId: string, spec: RunSpec): Promise<number> {
+  const { output } = platform;
+  const session = await openTask(spec);
+  const store = await platform.store();
+  const driver = await platform.sandboxes();
+  const model = await openModel(platform, spec.model);
+  const interrupt = onInterrupt(() =>
+    output.say('\nstopping after this call; Ctrl-C again ends at once (the log stays whole)'),
+  );
+  try {
+    const narrate = narrator(output);
+    const state = await runHosted(runId, {
+      log: store.log,
+      session,
+      agent: coder(driver.capabilities),
+      model,
+      sandboxes: driver,
+      artifacts: store.artifacts,
+      clock: systemClock,
+      worker: platform.worker,
+      signal: interrupt.signal,
+      saveWorkspace: true,
+      onEvent: (event: Event) => narrate(event),
+      onWaiting: (worker) =>
+        output.say(`waiting for the lease of ${worker} to run out (at most 8 s)`),
+    });
+    return conclude(platform, state);
+  } catch (thrown) {
+    throw attribute(thrown, 'Internal');
+  } finally {
+    interrupt.dispose();
+  }
+}
+
+function conclude({ output }: Platform, state: RunState): number {
+  const { runId } = state;
+  output.say();
+  output.say(`run    ${runId}  ${style('bold', state.status)}`);
+  if (state.reward) output.say(`reward ${rewardText(state.reward)}`);
+  output.say(
+    `used   ${state.used.modelCalls} model calls, ${state.used.toolCalls} tool calls, ${state.used.outputTokens} output tokens`,
+  );
+  if (state.error) {
+    output.say(`why    ${state.error.message}`);
+    output.say(`next   ${state.error.next}`);
+  }
+  output.say(`look   npx longhaul show ${runId}`);
+  if (!isFinal(state.status)) output.say(`go on  npx longhaul resume ${runId}`);
+  output.document({
+    runId,
+    status: state.status,
+    reward: state.reward,
+    used: state.used,
+    summary: state.summary,
+    error: state.error,
+  });
+  if (state.status === 'succeeded') return 0;
+  return state.error !== null && (state.error.class === 'retryable' || state.reward?.value === null)
+    ? 3
+    : 1;
+}
+
+/** First Ctrl-C asks politely, the second ends the process as if nobody had listened. */
+export function onInterrupt(say: () => void): { signal: AbortSignal; dispose: () => void } {
+  const controller = new AbortController();
+  const handler = () => {
+    say();
+    controller.abort('interrupt');
+    process.off('SIGINT', handler);
+    process.off('SIGTERM', handler);
+  };
+  process.on('SIGINT', handler);
+  process.on('SIGTERM', handler);
+  return {
+    signal: controller.signal,
+    dispose: () => {
+      process.off('SIGINT', handler);
+      process.off('SIGTERM', handler);
+    },
+  };
+}

@@ -1,0 +1,178 @@
+import { readFileSync } from 'node:fs';
+import { Command, CommanderError, InvalidArgumentError, Option } from 'commander';
+import { attribute, type LonghaulError, RunKind, RunStatus } from '../core/index.ts';
+import { Output } from './output.ts';
+import { Platform } from './platform.ts';
+
+/** Exit codes: 0 done, 1 the work failed, 2 wrong usage, 3 environment or infrastructure. */
+export async function main(argv: readonly string[]): Promise<void> {
+  const program = build();
+  try {
+    if (argv.length === 0) {
+      program.outputHelp();
+      return;
+    }
+    await program.parseAsync(argv as string[], { from: 'user' });
+  } catch (thrown) {
+    process.exitCode = report(thrown, argv.includes('--json'));
+  }
+}
+
+function report(thrown: unknown, json: boolean): number {
+  if (thrown instanceof CommanderError) return thrown.exitCode === 0 ? 0 : 2;
+  const error = attribute(thrown, 'Internal');
+  new Output(json).fail(error);
+  if (error.code === 'Internal' && process.env.LONGHAUL_DEBUG) console.error(thrown);
+  return exitCode(error);
+}
+
+function exitCode(error: LonghaulError): number {
+  if (error.class === 'usage') return error.code === 'StoreReadOnly' ? 3 : 2;
+  if (error.class === 'retryable' || error.code === 'DiskFull') return 3;
+  return 1;
+}
+
+function build(): Command {
+  const program = new Command('longhaul')
+    .description('Hosts long-horizon agents and post-trains the models behind them.')
+    .version(version(), '--version')
+    .option('--home <dir>', 'where runs, weights and the store live', '.longhaul')
+    .option('--json', 'documents for programs on stdout, words on stderr', false)
+    .showSuggestionAfterError()
+    .exitOverride()
+    .configureHelp({ showGlobalOptions: true, sortSubcommands: false });
+
+  /** Runs a command with its platform; sets the exit code; closes whatever happened. */
+  const command = (work: (platform: Platform, args: string[], options: never) => Promise<number>) =>
+    async function action(this: Command): Promise<void> {
+      const globals = program.opts<{ home: string; json: boolean }>();
+      const platform = new Platform(globals.home, new Output(globals.json));
+      try {
+        process.exitCode = await work(platform, this.args, this.opts() as never);
+      } finally {
+        await platform.close();
+      }
+    };
+
+  program
+    .command('run')
+    .description(
+      'host an agent on a coding task (a directory in Harbor format) until it is done and graded',
+    )
+    .argument('<task-dir>', 'instruction.md, task.toml, environment/, tests/')
+    .requiredOption(
+      '--model <provider/model>',
+      'for example openai-compatible/qwen3 or anthropic/claude-opus-5',
+    )
+    .option('--base-url <url>', 'an OpenAI-compatible endpoint')
+    .option('--seed <n>', 'seed of everything that is drawn', whole, 0)
+    .option('--model-calls <n>', 'pause after this many', positive, 60)
+    .option('--tool-calls <n>', 'pause after this many', positive)
+    .option('--minutes <n>', 'pause after this much working time', number)
+    .action(
+      command(async (platform, [dir = ''], options) =>
+        (await import('./commands/run.ts')).run(platform, dir, options),
+      ),
+    );
+
+  program
+    .command('runs')
+    .description('list runs, the newest first')
+    .addOption(new Option('--kind <kind>').choices(RunKind.options))
+    .addOption(new Option('--status <status>').choices(RunStatus.options))
+    .option('--limit <n>', 'how many', positive, 20)
+    .action(
+      command(async (platform, _, options) =>
+        (await import('./commands/runs.ts')).runs(platform, options),
+      ),
+    );
+
+  program
+    .command('show')
+    .description('tell a run: attempts, observations, reward, where its tokens came from')
+    .argument('<run>', 'id, its beginning or end, or `last`')
+    .option('--follow', 'stay and tell what happens next')
+    .action(
+      command(async (platform, [run = ''], options) =>
+        (await import('./commands/show.ts')).show(platform, run, options),
+      ),
+    );
+
+  program
+    .command('resume')
+    .description('go on with a run after a crash or a pause; finished steps are not repeated')
+    .argument('<run>', 'id, its beginning or end, or `last`')
+    .addOption(
+      new Option('--answer <answer>', 'how the call that nobody knows of ended').choices([
+        'done',
+        'repeat',
+      ]),
+    )
+    .option('--model-calls <n>', 'new limit', positive)
+    .option('--tool-calls <n>', 'new limit', positive)
+    .option('--minutes <n>', 'new limit', number)
+    .action(
+      command(async (platform, [run = ''], options) =>
+        (await import('./commands/steer.ts')).resume(platform, run, options),
+      ),
+    );
+
+  program
+    .command('fork')
+    .description('start a new run from the end of a step of another, workspace included')
+    .argument('<run>', 'id, its beginning or end, or `last`')
+    .requiredOption('--at <step>', 'finished step to fork after; 0 is before the first', whole)
+    .option('--message <text>', 'a further message to the agent')
+    .option('--model <provider/model>', 'another model')
+    .option('--base-url <url>', 'its endpoint')
+    .option('--seed <n>', 'another seed', whole)
+    .option('--no-start', 'only create it')
+    .action(
+      command(async (platform, [run = ''], options) =>
+        (await import('./commands/steer.ts')).fork(platform, run, options),
+      ),
+    );
+
+  program
+    .command('stop')
+    .description('end a run for good')
+    .argument('<run>', 'id, its beginning or end, or `last`')
+    .option('--reason <text>', 'kept in the log', 'stopped by a person')
+    .action(
+      command(async (platform, [run = ''], options) =>
+        (await import('./commands/steer.ts')).stop(platform, run, options),
+      ),
+    );
+
+  return program;
+}
+
+function version(): string {
+  for (const path of ['../../package.json', '../../../package.json']) {
+    try {
+      return (
+        JSON.parse(readFileSync(new URL(path, import.meta.url), 'utf8')) as { version: string }
+      ).version;
+    } catch {}
+  }
+  return 'unknown';
+}
+
+function number(text: string): number {
+  const value = Number(text);
+  if (!Number.isFinite(value) || value <= 0)
+    throw new InvalidArgumentError('a positive number is expected');
+  return value;
+}
+
+function whole(text: string): number {
+  const value = Number(text);
+  if (!Number.isSafeInteger(value) || value < 0)
+    throw new InvalidArgumentError('a whole number is expected');
+  return value;
+}
+
+function positive(text: string): number {
+  if (whole(text) === 0) throw new InvalidArgumentError('a number above 0 is expected');
+  return whole(text);
+}

@@ -1,0 +1,77 @@
+import { hostname } from 'node:os';
+import { join } from 'node:path';
+import { LonghaulError, Redactor } from '../core/index.ts';
+import type { SandboxDriver } from '../sandbox/contract.ts';
+import { openSandboxes } from '../sandbox/index.ts';
+import { openStore, type Store } from '../store/index.ts';
+import { openHome, secretsOf } from './home.ts';
+import type { Output } from './output.ts';
+
+/** The concrete parts behind one command, opened when first asked for and closed together. */
+export class Platform {
+  readonly home: string;
+  readonly output: Output;
+  readonly worker = `${hostname()}:${process.pid}`;
+  readonly #closers: (() => Promise<void>)[] = [];
+  #store: Promise<Store> | null = null;
+  #sandboxes: Promise<SandboxDriver> | null = null;
+
+  constructor(home: string, output: Output) {
+    this.home = openHome(home);
+    this.output = output;
+  }
+
+  store(): Promise<Store> {
+    this.#store ??= this.#open(
+      openStore({
+        home: this.home,
+        redactor: new Redactor(secretsOf(process.env)),
+        ...(process.env.DATABASE_URL ? { databaseUrl: process.env.DATABASE_URL } : {}),
+      }),
+    );
+    return this.#store;
+  }
+
+  sandboxes(): Promise<SandboxDriver> {
+    this.#sandboxes ??= (async () => {
+      const { driver, saidAloud } = await openSandboxes({ dir: join(this.home, 'sandbox') });
+      this.#closers.push(() => driver.close());
+      this.output.say(saidAloud);
+      return driver;
+    })();
+    return this.#sandboxes;
+  }
+
+  /** Closed with the platform, last opened first. */
+  closeLater(close: () => Promise<void>): void {
+    this.#closers.push(close);
+  }
+
+  async close(): Promise<void> {
+    for (const close of this.#closers.reverse()) await close();
+  }
+
+  async #open<T extends { close(): Promise<void> }>(opening: Promise<T>): Promise<T> {
+    const opened = await opening;
+    this.#closers.push(() => opened.close());
+    return opened;
+  }
+}
+
+/** A run id from what a person typed: whole, an unambiguous beginning or end, or `last`. */
+export async function resolveRunId(store: Store, text: string): Promise<string> {
+  if (text === 'last') {
+    const [latest] = await store.log.list({ limit: 1 });
+    if (latest === undefined) throw new LonghaulError('NotFound', 'there are no runs yet');
+    return latest.runId;
+  }
+  const found = await store.log.find(text.toUpperCase());
+  const [only, another] = found;
+  if (only === undefined) throw new LonghaulError('NotFound', `there is no run ${text}`);
+  if (another !== undefined) {
+    throw new LonghaulError('ConfigInvalid', `${text} could be any of ${found.join(', ')}`, {
+      next: 'Give more of the id.',
+    });
+  }
+  return only;
+}

@@ -1,0 +1,56 @@
+import { LonghaulError, type Rng, type SamplingParams } from '../../core/index.ts';
+
+export interface Choice {
+  id: number;
+  /** Natural-log probability under the model itself: temperature 1, nothing truncated. */
+  logprob: number;
+}
+
+/**
+ * Draws a token from one row of logits. Order of operations: temperature, then top-k, then top-p over
+ * what is left. Temperature 0 takes the most likely token, the lowest id at a tie. Uses exactly one
+ * random number a drawn token, so a request's tokens do not depend on its neighbours.
+ */
+export function choose(logits: Float32Array, sampling: SamplingParams, rng: Rng): Choice {
+  let best = 0;
+  for (let i = 1; i < logits.length; i++) if (logits[i]! > logits[best]!) best = i;
+  const top = logits[best]!;
+  let total = 0;
+  for (let i = 0; i < logits.length; i++) total += Math.exp(logits[i]! - top);
+  if (!Number.isFinite(total) || !Number.isFinite(top))
+    throw new LonghaulError('EngineFailed', 'the model gave logits that are not finite', {
+      next: 'Its weights have diverged: load an earlier checkpoint.',
+    });
+  const id = sampling.temperature === 0 ? best : draw(logits, top, sampling, rng.float());
+  return { id, logprob: logits[id]! - top - Math.log(total) };
+}
+
+function draw(logits: Float32Array, top: number, sampling: SamplingParams, u: number): number {
+  const { temperature, topK = 0, topP = 1 } = sampling;
+  const weights = new Float64Array(logits.length);
+  for (let i = 0; i < logits.length; i++) weights[i] = Math.exp((logits[i]! - top) / temperature);
+  if ((topK > 0 && topK < logits.length) || topP < 1) truncate(weights, topK, topP);
+  let total = 0;
+  for (let i = 0; i < weights.length; i++) total += weights[i]!;
+  let rest = u * total;
+  let last = 0;
+  for (let i = 0; i < weights.length; i++) {
+    if (weights[i] === 0) continue;
+    last = i;
+    rest -= weights[i]!;
+    if (rest < 0) return i;
+  }
+  return last;
+}
+
+/** Zeroes all but the `topK` largest weights, then all but the fewest that hold `topP` of the rest. */
+function truncate(weights: Float64Array, topK: number, topP: number): void {
+  const order = Array.from(weights.keys()).sort((a, b) => weights[b]! - weights[a]! || a - b);
+  const kept = topK > 0 ? Math.min(topK, order.length) : order.length;
+  let total = 0;
+  for (let i = 0; i < kept; i++) total += weights[order[i]!]!;
+  let held = 0;
+  let count = 0;
+  while (count < kept && (count === 0 || held < topP * total)) held += weights[order[count++]!]!;
+  for (let i = count; i < order.length; i++) weights[order[i]!] = 0;
+}

@@ -1,0 +1,195 @@
+import {
+  attribute,
+  type ExecResult,
+  type GradedStatus,
+  LonghaulError,
+  type Reward,
+  type RunState,
+  type UngradedStatus,
+} from '../../core/index.ts';
+import type { Sandbox } from '../../sandbox/contract.ts';
+import { WORKSPACE } from './dockerfile.ts';
+import { CLEAN_ENV, upload } from './pack.ts';
+import { parseRewardJson, parseRewardText, type ScoreOrProblem } from './reward-file.ts';
+import type { HarborTask } from './task.ts';
+
+const TESTS = '/tests';
+const LOGS = '/logs/verifier';
+const HOME = '/tmp/verifier-home';
+const REWARD_BYTES = 64 * 1024;
+/** Bytes of the verifier's output that are kept; its tail says what failed. */
+const OUTPUT_BYTES = 16 * 1024;
+
+export interface Grade {
+  reward: Reward;
+  output?: string;
+}
+
+/**
+ * Runs the task's verifier on the workspace as the agent left it and reads the reward it wrote.
+ *
+ * The verifier works in a fork: processes of the agent are gone, /tests and /logs are new, and what
+ * the verifier does to the workspace is discarded. Never throws. What the guest caused (the verifier
+ * killed by a signal or by the memory limit) is `agent_error` with the lowest score; a missing or
+ * malformed reward, a verifier out of time and a failing sandbox are ungraded, never a zero.
+ */
+export async function gradeHarborTask(
+  task: HarborTask,
+  state: RunState,
+  sandbox: Sandbox,
+): Promise<Grade> {
+  let copy: Sandbox | undefined;
+  try {
+    await endProcesses(sandbox);
+    [copy] = await sandbox.fork(1);
+    if (copy === undefined)
+      throw new LonghaulError('SandboxUnavailable', 'the fork gave no sandbox');
+    return await verify(task, state, copy);
+  } catch (thrown) {
+    const error = attribute(thrown, 'Internal', 'grading');
+    const infrastructure = error.code === 'SandboxBroken' || error.code === 'SandboxUnavailable';
+    return { reward: ungraded(infrastructure ? 'env_error' : 'grader_error', error.message) };
+  } finally {
+    // The grade stands whatever happens to the sandbox afterwards.
+    await copy?.stop().catch(() => undefined);
+  }
+}
+
+/**
+ * Ends what the agent left running. A fork starts from the last quiescent state: with a process alive,
+ * that would be the workspace as it was before, and the wrong one would be graded without a word. Not by
+ * a snapshot, since its layer would outlive the sandbox and only the driver can drop it.
+ */
+async function endProcesses(sandbox: Sandbox): Promise<void> {
+  // `kill -1` reaches all processes at once, so that none can outrun it by forking.
+  const script =
+    'i=0; kill -s KILL -- -1; while kill -s 0 -- -1; do i=$((i+1)); [ $i -lt 500 ] || exit 1; sleep 0.01; done; exit 0';
+  const result = await sandbox.exec({
+    argv: ['/bin/sh', '-c', `exec 2>/dev/null; ${script}`],
+    cwd: '/',
+    env: CLEAN_ENV,
+  });
+  if (result.cause === 'exited' && result.code === 0) return;
+  throw new LonghaulError(
+    'SandboxBusy',
+    `processes of the agent could not be ended before grading (${ending(result)})`,
+  );
+}
+
+async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Promise<Grade> {
+  await empty(sandbox);
+  await upload(sandbox, TESTS, task.tests);
+  const result = await sandbox.exec({
+    // `env -i`: whatever the driver sets for the agent does not reach the verifier.
+    argv: [
+      '/usr/bin/env',
+      '-i',
+      ...Object.entries({ ...VERIFIER_ENV, ...task.verifier.env }).map(([k, v]) => `${k}=${v}`),
+      'bash',
+      '-c',
+      // An agent that removed the directory, or its own right to enter it, gets graded all the same.
+      `exec 2>&1 </dev/null; chmod u+rwx ${WORKSPACE}; cd ${WORKSPACE}; cd -- "$0" || :; exec bash ${TESTS}/test.sh`,
+      task.workdir,
+    ],
+    cwd: '/',
+    env: CLEAN_ENV,
+    timeoutMs: task.verifier.timeoutMs,
+    keepBytes: OUTPUT_BYTES,
+  });
+  const output = `${result.stdout}${result.stderr}`;
+  const fail = (why: string): Grade => ({ reward: ungraded('grader_error', why), output });
+  if (result.cause === 'timeout')
+    return fail(`the verifier did not end within ${task.verifier.timeoutMs / 1000} s`);
+
+  const score = await readReward(sandbox, task.rewardRange);
+  if (score === null) {
+    const killed = result.cause === 'signalled' || result.cause === 'out_of_memory';
+    if (!killed) return fail(`the verifier wrote no reward file (${ending(result)})`);
+    const [low, high] = task.rewardRange;
+    const value = Math.min(Math.max(0, low), high);
+    return { reward: { status: 'agent_error', value, components: {} }, output };
+  }
+  if ('problem' in score) return fail(score.problem);
+  const { value, components } = score;
+  return { reward: { status: statusOf(state), value, components }, output };
+}
+
+/**
+ * The environment of a verifier. HOME is empty and not the agent's; byte code of the agent's making is
+ * neither used from its cache folders nor written; user site packages are off.
+ */
+const VERIFIER_ENV = {
+  ...CLEAN_ENV,
+  HOME,
+  PYTHONDONTWRITEBYTECODE: '1',
+  PYTHONNOUSERSITE: '1',
+  PYTHONPYCACHEPREFIX: `${HOME}/pycache`,
+  PYTHONHASHSEED: '0',
+} as const;
+
+async function empty(sandbox: Sandbox): Promise<void> {
+  const script =
+    'set -e; for d in "$@"; do d=$(readlink -m -- "$d"); mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
+  const dirs = [TESTS, LOGS, HOME];
+  const result = await sandbox.exec({
+    argv: ['/bin/sh', '-c', script, 'sh', ...dirs],
+    cwd: '/',
+    env: CLEAN_ENV,
+    keepBytes: 4096,
+  });
+  if (result.cause === 'exited' && result.code === 0) return;
+  throw new LonghaulError(
+    'CapabilityMissing',
+    `the sandbox gives no writable ${dirs.join(', ')}: ${result.stderr.trim() || ending(result)}`,
+  );
+}
+
+/** Null if neither file is there. Only regular files count: reading a pipe would never end. */
+async function readReward(
+  sandbox: Sandbox,
+  range: readonly [number, number],
+): Promise<ScoreOrProblem | null> {
+  const entries = await sandbox.listFiles(LOGS);
+  for (const [name, parse] of [
+    ['reward.json', parseRewardJson],
+    ['reward.txt', parseRewardText],
+  ] as const) {
+    const entry = entries.find((candidate) => candidate.name === name);
+    if (entry === undefined) continue;
+    if (entry.kind !== 'file')
+      return { problem: `${name}: expected a file, found a ${entry.kind}` };
+    if (entry.bytes > REWARD_BYTES)
+      return { problem: `${name}: ${entry.bytes} bytes are too many` };
+    const bytes = await sandbox.readFile(`${LOGS}/${name}`, REWARD_BYTES);
+    return parse(Buffer.from(bytes).toString('utf8'), range);
+  }
+  return null;
+}
+
+/** How the agent's part ended, which the score alone does not tell. */
+function statusOf(state: RunState): GradedStatus {
+  const { budget } = state.spec;
+  const elapsedMs = Date.parse(state.updatedAt) - Date.parse(state.createdAt);
+  const last = state.messages.at(-1);
+  const finished = last?.role === 'assistant' && !last.toolCalls?.length;
+  if (finished) return 'ok';
+  if (budget.wallMs !== undefined && elapsedMs >= budget.wallMs) return 'agent_timeout';
+  const used = state.used;
+  const spent =
+    state.error?.code === 'BudgetExceeded' ||
+    (budget.modelCalls !== undefined && used.modelCalls >= budget.modelCalls) ||
+    (budget.toolCalls !== undefined && used.toolCalls >= budget.toolCalls) ||
+    (budget.outputTokens !== undefined && used.outputTokens >= budget.outputTokens);
+  return spent ? 'truncated' : 'ok';
+}
+
+function ungraded(status: UngradedStatus, reason: string): Reward {
+  return { status, value: null, components: {}, reason };
+}
+
+function ending(result: ExecResult): string {
+  if (result.cause !== 'exited') return `ended by ${result.signal ?? result.cause}`;
+  return result.code === 127
+    ? 'exit code 127: a command was not found'
+    : `exit code ${result.code}`;
+}

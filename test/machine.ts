@@ -1,0 +1,41 @@
+import { spawnSync } from 'node:child_process';
+import { existsSync } from 'node:fs';
+import { join } from 'node:path';
+
+/** Something tests need beside npm: how to see it and how to get it. */
+export interface Need {
+  name: string;
+  /** What is skipped without it, in words. */
+  without: string;
+  present: () => boolean;
+  install: (() => string[]) | null;
+}
+
+const repository = join(import.meta.dirname, '..');
+
+function runs(command: string, ...args: string[]): boolean {
+  return spawnSync(command, args, { stdio: 'ignore' }).status === 0;
+}
+
+export const llamaCache = join(repository, '.cache', 'llama');
+
+export const NEEDS: readonly Need[] = [
+  {
+    name: 'bubblewrap',
+    without: 'the bubblewrap sandbox and everything that runs a shell or Python in it',
+    present: () => runs('bwrap', '--version'),
+    install: () => ['apt-get', 'install', '-y', '--no-install-recommends', 'bubblewrap'],
+  },
+  {
+    name: 'python3',
+    without: 'the bubblewrap sandbox (its agent is a Python program)',
+    present: () => runs('python3', '--version'),
+    install: () => ['apt-get', 'install', '-y', '--no-install-recommends', 'python3'],
+  },
+  {
+    name: 'a small local model (node-llama-cpp + SmolLM2)',
+    without: 'the tests of the llama-cpp driver with a real model',
+    present: () => existsSync(join(llamaCache, 'ready')),
+    install: () => [process.execPath, join(repository, 'test', 'setup-llama.ts')],
+  },
+];
