@@ -43,6 +43,11 @@ export const ERROR_CODES = {
     next: 'Check the API key and what the endpoint accepts.',
   },
   ModelOverloaded: { class: 'retryable', status: 429, next: 'Wait, or lower the concurrency.' },
+  ContextTooLong: {
+    class: 'terminal',
+    status: 413,
+    next: 'Use a model with a larger context window, or let the agent compact its conversation.',
+  },
   ModelMalformed: {
     class: 'retryable',
     status: 502,
@@ -130,12 +135,19 @@ export interface ErrorData {
 export class LonghaulError extends Error {
   readonly code: ErrorCode;
   readonly next: string;
+  /** Milliseconds the other side asked to be left alone; only on retryable errors that say so. */
+  readonly retryAfterMs?: number;
 
-  constructor(code: ErrorCode, message: string, options: { next?: string; cause?: unknown } = {}) {
+  constructor(
+    code: ErrorCode,
+    message: string,
+    options: { next?: string; cause?: unknown; retryAfterMs?: number | undefined } = {},
+  ) {
     super(message, options.cause === undefined ? undefined : { cause: options.cause });
     this.name = 'LonghaulError';
     this.code = code;
     this.next = options.next ?? ERROR_CODES[code].next;
+    if (options.retryAfterMs !== undefined) this.retryAfterMs = options.retryAfterMs;
   }
 
   get class(): ErrorClass {
