@@ -1,0 +1,46 @@
+import { LonghaulError, type Segment } from '../core/index.ts';
+import type { Datum } from '../engine/contract.ts';
+
+/**
+ * A segment as policy-gradient data: position i predicts token i + 1. Only tokens of action chunks carry
+ * the advantage and their sampling log-prob; prompts and observations are masked by advantage 0.
+ *
+ * @returns arrays of length (tokens of the segment − 1)
+ */
+export function policyDatum(segment: Segment, advantage: number): Datum {
+  const ids = segment.chunks.flatMap((chunk) => chunk.ids);
+  const length = ids.length - 1;
+  const logprobs = new Float32Array(length);
+  const advantages = new Float32Array(length);
+  let at = 0;
+  for (const chunk of segment.chunks) {
+    if (chunk.role === 'action') {
+      if (chunk.logprobs?.length !== chunk.ids.length)
+        throw new LonghaulError('Internal', 'an action chunk has not one log-prob a token');
+      for (const [i, logprob] of chunk.logprobs.entries()) {
+        const position = at + i - 1;
+        if (position < 0) continue;
+        logprobs[position] = logprob;
+        advantages[position] = advantage;
+      }
+    }
+    at += chunk.ids.length;
+  }
+  return { ...shifted(ids), logprobs, advantages };
+}
+
+/** Tokens that were sampled, in all segments of a run. */
+export function actionTokens(segments: readonly Segment[]): number {
+  return segments
+    .flatMap((segment) => segment.chunks)
+    .reduce((sum, chunk) => sum + (chunk.role === 'action' ? chunk.ids.length : 0), 0);
+}
+
+/** Text to imitate: `learned[i]` says whether the loss is taken on token i. */
+export function imitationDatum(ids: readonly number[], learned: readonly boolean[]): Datum {
+  return { ...shifted(ids), weights: Float32Array.from(learned.slice(1), (yes) => (yes ? 1 : 0)) };
+}
+
+function shifted(ids: readonly number[]): Pick<Datum, 'tokens' | 'targets'> {
+  return { tokens: Int32Array.from(ids.slice(0, -1)), targets: Int32Array.from(ids.slice(1)) };
+}

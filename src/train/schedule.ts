@@ -1,0 +1,83 @@
+import type { ModelConfig } from '../engine/contract.ts';
+import type { Language } from '../env/programs/operations.ts';
+import { tinyRenderer } from '../model/render/tiny.ts';
+
+/** Everything a quickstart's training depends on, fixed before its first step. */
+export interface Schedule {
+  model: ModelConfig;
+  maxOutputTokens: number;
+  warmup: { steps: number; rows: number; learningRate: number; rampSteps: number };
+  grpo: { steps: number; groups: number; groupSize: number; learningRate: number };
+  /** Steps of supervised training that take as long as one GRPO step, for the control. */
+  supervisedPerGrpo: number;
+  evaluation: { tasks: number; validationTasks: number };
+  /** GRPO steps between two measurements on validation tasks. */
+  validateEvery: number;
+  /** Steps between two checkpoints. */
+  saveEvery: number;
+}
+
+/** Reference machine: two cores of 2020; a slower one takes longer, the steps stay. */
+const SECONDS = { overhead: 90, warmupStep: 0.2, grpoStep: 1.6 } as const;
+
+/**
+ * The schedule of a time budget. Steps are counted, not timed, so that equal options give equal
+ * results on machines of any speed; the budget only chooses how many.
+ *
+ * @param minutes for everything on the reference machine, at least 3
+ */
+export function scheduleFor(minutes: number, language: Language): Schedule {
+  const seconds = Math.max(60, minutes * 60 - SECONDS.overhead);
+  const warmupSeconds = Math.min(150, seconds * 0.4);
+  const grpoSteps = Math.round((seconds - warmupSeconds) / SECONDS.grpoStep);
+  return {
+    model: {
+      vocabSize: tinyRenderer.vocabSize,
+      dim: 128,
+      layers: 4,
+      heads: 4,
+      kvHeads: 4,
+      ffnDim: 344,
+      // Spec, three programs and two observations at their longest.
+      maxLength: language === 'python' ? 256 : 352,
+      ropeTheta: 10_000,
+      normEps: 1e-5,
+      tiedHead: true,
+    },
+    maxOutputTokens: language === 'python' ? 48 : 80,
+    warmup: {
+      steps: Math.round(warmupSeconds / SECONDS.warmupStep),
+      rows: 32,
+      learningRate: 3e-3,
+      rampSteps: 20,
+    },
+    grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 3e-4 },
+    supervisedPerGrpo: SECONDS.grpoStep / SECONDS.warmupStep,
+    evaluation: { tasks: 832, validationTasks: 416 },
+    validateEvery: Math.max(1, Math.ceil(grpoSteps / 5)),
+    saveEvery: 25,
+  };
+}
+
+/** Linear rise over `rampSteps`, then a cosine to a tenth. `step` counts from 0. */
+export function warmupRate(schedule: Schedule['warmup'], step: number): number {
+  const { learningRate, rampSteps, steps } = schedule;
+  if (step < rampSteps) return (learningRate * (step + 1)) / rampSteps;
+  const progress = Math.min(1, (step - rampSteps) / Math.max(1, steps - rampSteps));
+  return learningRate * (0.1 + 0.45 * (1 + Math.cos(Math.PI * progress)));
+}
+
+/** Linear decay to 0: with a constant rate the policy got worse late in training. */
+export function grpoRate(schedule: Schedule['grpo'], step: number): number {
+  return schedule.learningRate * (1 - step / schedule.steps);
+}
+
+/** Seconds on the reference machine, for the time left: the speed so far scales them. */
+export function expectedSeconds(schedule: Schedule) {
+  const afterTraining = SECONDS.overhead / 2;
+  return {
+    ...SECONDS,
+    afterTraining,
+    afterWarmup: SECONDS.overhead + schedule.grpo.steps * SECONDS.grpoStep,
+  };
+}
