@@ -109,7 +109,7 @@ export class RolloutRunner {
     const { environment, renderer, sampler, agent, modelRef, clock, signal } = this.#settings;
     const spec: RunSpec = {
       kind,
-      task: { name: plan.task.environment, ref: `${plan.task.split}:${plan.task.id}` },
+      task: { name: `${plan.task.environment} ${plan.task.id}`, ref: JSON.stringify(plan.task) },
       agent: agent.name,
       model: { ref: modelRef },
       seed: plan.seed,

@@ -223,7 +223,12 @@ describe('grading in a sandbox', () => {
     const dir = taskDir('echo 0 > /logs/verifier/reward.txt; pwd', {
       'environment/Dockerfile': 'FROM x\nWORKDIR /workspace/inner\n',
     });
-    for (const script of ['rm -r inner', 'rm -r inner; echo > inner', 'chmod 0 inner', 'chmod 0 .']) {
+    for (const script of [
+      'rm -r inner',
+      'rm -r inner; echo > inner',
+      'chmod 0 inner',
+      'chmod 0 .',
+    ]) {
       const grade = await gradeAfter(dir, script);
       expect(grade.reward).toMatchObject({ status: 'ok', value: 0 });
     }

@@ -1,3 +1,4 @@
+import { createHash } from 'node:crypto';
 import { z } from 'zod';
 import { LonghaulError, type Reward, Rng, type RunState, type Tool } from '../../core/index.ts';
 import type { SandboxSpec } from '../../sandbox/contract.ts';
@@ -93,6 +94,10 @@ export function programs(language: Language): Environment {
 export function openTask(task: ProgramTask, language: Language): TaskSession {
   return {
     ref: task.ref,
+    name: `programs ${task.ref.id}`,
+    hash: createHash('sha256')
+      .update(JSON.stringify([language, task.ref.id, task.cases]))
+      .digest('hex'),
     messages: [{ role: 'user', content: `${formatSpec(task.spec)}=` }],
     tools: [submit(task, language)],
     sandbox: SANDBOX,

@@ -1,0 +1,12 @@
+export type { Evaluation, Share } from './evaluate.ts';
+export { programmer } from './programmer.ts';
+export {
+  type Control,
+  type QuickstartDeps,
+  type QuickstartOptions,
+  type QuickstartProgress,
+  type QuickstartResults,
+  resumeQuickstart,
+  runQuickstart,
+} from './quickstart.ts';
+export { logRollouts } from './rollouts.ts';
