@@ -42,7 +42,16 @@ export function bubblewrapCommand(sid: string, python: string, limits: AgentLimi
     ...systemDirectories(),
     ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/agent.py', '/.agent.py'],
     ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/d/shm`, '/dev/shm'],
-    ...['--remount-ro', '/dev', '--bind', `${own}/tmp`, '/tmp', '--bind', `${own}/ws`, '/workspace'],
+    ...[
+      '--remount-ro',
+      '/dev',
+      '--bind',
+      `${own}/tmp`,
+      '/tmp',
+      '--bind',
+      `${own}/ws`,
+      '/workspace',
+    ],
     ...['--dir', '/run', '--dir', '/var/tmp', '--remount-ro', '/', '--seccomp', FILTER_FD],
     ...['--', python, '-I', '-B', '/.agent.py', JSON.stringify(limits)],
   ];
