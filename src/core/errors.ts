@@ -83,6 +83,11 @@ export const ERROR_CODES = {
     status: 503,
     next: 'The sandbox was replaced; the call can be repeated.',
   },
+  FileRefused: {
+    class: 'usage',
+    status: 422,
+    next: 'Choose another path, or free space in the sandbox.',
+  },
   StoreUnavailable: {
     class: 'retryable',
     status: 503,

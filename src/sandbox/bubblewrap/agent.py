@@ -1,0 +1,521 @@
+"""The process with pid 1 inside a sandbox: runs commands and snippets for the owner outside.
+
+Frames on standard input and output, both ways: u32 length, u32 header length (big endian), a JSON
+header, then raw bytes that the header's lengths cut up. One request at a time, in order.
+
+What the guest can do to it: nothing by signals (the kernel drops every signal that pid 1's own
+namespace sends it, SIGKILL included), nothing by /proc (it is not dumpable) and nothing by inherited
+descriptors (children get three). A memory bomb may take it along; the owner sees that in the cgroup.
+
+Snippets of Python run in a fork of this very interpreter, which is warm; a fork keeps nothing.
+"""
+
+import atexit
+import collections
+import ctypes
+import datetime
+import errno
+import fcntl
+import functools
+import gc
+import heapq
+import io
+import itertools
+import json
+import linecache
+import math
+import operator
+import os
+import random
+import re
+import resource
+import select
+import signal
+import stat
+import string
+import struct
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import types
+
+PR_SET_DUMPABLE = 4
+LIBC = ctypes.CDLL(None, use_errno=True)
+WORKSPACE = "/workspace"
+ENVIRONMENT = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "HOME": WORKSPACE,
+    "USER": "agent",
+    "LANG": "C.UTF-8",
+    "TMPDIR": "/tmp",
+}
+# More than this ends the command: nothing sensible prints it, and reading it costs the host time.
+OUTPUT_LIMIT = 1 << 30
+# After a process ended, at most this much is taken from a pipe that others still hold open.
+DRAIN_LIMIT = 1 << 20
+
+
+class Kept:
+    """The head and the tail of a stream, within `limit` bytes."""
+
+    def __init__(self, limit):
+        self.head_limit = limit - limit // 2
+        self.tail_limit = limit // 2
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.total = 0
+
+    def add(self, chunk):
+        self.total += len(chunk)
+        room = self.head_limit - len(self.head)
+        if room > 0:
+            self.head += chunk[:room]
+            chunk = chunk[room:]
+        if chunk:
+            self.tail += chunk
+            if len(self.tail) > 2 * self.tail_limit + 65536:
+                del self.tail[: len(self.tail) - self.tail_limit]
+
+    def parts(self):
+        tail = self.tail[len(self.tail) - self.tail_limit:] if len(self.tail) > self.tail_limit else self.tail
+        return bytes(self.head), bytes(tail)
+
+
+def kill_all():
+    """Ends every process of the namespace but this one, atomically: a fork cannot outrun it."""
+    try:
+        os.kill(-1, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def others():
+    """Whether any process but this one is alive."""
+    reap()
+    try:
+        os.kill(-1, 0)
+        return True
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+
+
+def reap():
+    """Collects orphans. Returns their statuses by pid."""
+    found = {}
+    try:
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return found
+            found[pid] = status
+    except ChildProcessError:
+        return found
+
+
+def wait_gone(seconds):
+    """After `kill_all`: waits until the killed are reaped. False when some stay in the kernel."""
+    end = time.monotonic() + seconds
+    while others():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def living():
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
+
+
+def set_oom_score(pid, score):
+    try:
+        with open("/proc/%d/oom_score_adj" % pid, "w") as file:
+            file.write(str(score))
+    except OSError:
+        pass  # gone already
+
+
+class Job:
+    """A started process with its pipes."""
+
+    def __init__(self, pid, stdin, stdout, stderr):
+        self.pid = pid
+        self.stdin = stdin
+        self.outputs = {stdout: 0, stderr: 1}
+
+
+def supervise(job, data, timeout, keep):
+    """Feeds and drains a process until it ends or its time does. Returns (header, parts)."""
+    started = time.monotonic()
+    deadline = started + timeout
+    kept = [Kept(keep), Kept(keep)]
+    poll = select.poll()
+    pidfd = os.pidfd_open(job.pid)
+    poll.register(pidfd, select.POLLIN)
+    for fd in job.outputs:
+        os.set_blocking(fd, False)
+        poll.register(fd, select.POLLIN)
+    pending = memoryview(data)
+    if pending:
+        os.set_blocking(job.stdin, False)
+        poll.register(job.stdin, select.POLLOUT)
+    else:
+        os.close(job.stdin)
+    opened = dict(job.outputs)
+    status = None
+    cause = None
+    while status is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            cause = "timeout"
+            break
+        # Orphans are reaped at least this often, so that zombies do not fill the pid limit.
+        events = poll.poll(min(left, 0.2) * 1000 + 1)
+        for fd, _ in events:
+            if fd in opened:
+                try:
+                    chunk = os.read(fd, 1 << 18)
+                except BlockingIOError:
+                    continue
+                if chunk:
+                    kept[opened[fd]].add(chunk)
+                else:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    del opened[fd]
+            elif fd == job.stdin:
+                try:
+                    pending = pending[os.write(fd, pending[:65536]):]
+                except BlockingIOError:
+                    pass
+                except OSError:  # the reader closed it
+                    pending = pending[:0]
+                if not pending:
+                    poll.unregister(fd)
+                    os.close(fd)
+                    job.stdin = -1
+        if kept[0].total + kept[1].total > OUTPUT_LIMIT:
+            cause = "output_limit"
+            break
+        if not events or any(fd == pidfd for fd, _ in events):
+            status = reap().get(job.pid)
+    if status is None:
+        kill_all()
+        while status is None:
+            _, status = os.waitpid(job.pid, 0)
+    os.close(pidfd)
+    if pending and job.stdin >= 0:
+        os.close(job.stdin)
+    for fd, index in opened.items():
+        taken = 0
+        try:
+            while taken < DRAIN_LIMIT and (chunk := os.read(fd, 65536)):
+                kept[index].add(chunk)
+                taken += len(chunk)
+        except BlockingIOError:
+            pass  # a process that outlived its parent holds it open
+        os.close(fd)
+    code = os.waitstatus_to_exitcode(status)
+    parts = [*kept[0].parts(), *kept[1].parts()]
+    header = {
+        "cause": cause or ("exited" if code >= 0 else "signalled"),
+        "code": code if code >= 0 else None,
+        "signal": None if code >= 0 else -code,
+        "totals": [kept[0].total, kept[1].total],
+        "ms": (time.monotonic() - started) * 1000,
+    }
+    return header, parts
+
+
+def refused(code, text):
+    """A command that could not be started: what a shell would say."""
+    message = text.encode("utf-8", "replace") + b"\n"
+    header = {"cause": "exited", "code": code, "signal": None, "totals": [0, len(message)], "ms": 0}
+    return header, [b"", b"", message, b""]
+
+
+def run_command(request, stdin):
+    argv = request["argv"]
+    environment = {**ENVIRONMENT, **request.get("env", {})}
+    cwd = os.path.join(WORKSPACE, request.get("cwd") or "")
+    if not os.path.isdir(cwd):
+        return refused(126, "cannot enter %s: not a directory" % cwd)
+    try:
+        process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+    except FileNotFoundError:
+        return refused(127, "%s: command not found" % argv[0])
+    except (OSError, ValueError) as error:
+        return refused(126, "%s: %s" % (argv[0], getattr(error, "strerror", None) or error))
+    set_oom_score(process.pid, 500)
+    pipes = [os.dup(end.fileno()) for end in (process.stdin, process.stdout, process.stderr)]
+    for end in (process.stdin, process.stdout, process.stderr):
+        end.close()
+    process.returncode = 0  # waited for here, never by subprocess
+    return supervise(Job(process.pid, *pipes), stdin, request["timeout"], request["keep"])
+
+
+def run_snippet(request, source, stdin):
+    background = living() if others() else None
+    pipes = [os.pipe(), os.pipe(), os.pipe()]
+    try:
+        pid = os.fork()
+    except OSError as error:
+        for end in itertools.chain(*pipes):
+            os.close(end)
+        return refused(126, "cannot start a process: %s" % error.strerror)
+    if pid == 0:
+        try:
+            become_snippet(pipes, source)
+        finally:
+            os._exit(1)
+    os.close(pipes[0][0])
+    os.close(pipes[1][1])
+    os.close(pipes[2][1])
+    job = Job(pid, pipes[0][1], pipes[1][0], pipes[2][0])
+    result = supervise(job, stdin, request["timeout"], request["keep"])
+    if background is None:
+        if others():
+            kill_all()
+            wait_gone(5)
+    else:
+        # Processes of earlier commands live on; what this snippet left behind does not.
+        while extra := living() - background:
+            for leftover in extra:
+                try:
+                    os.kill(leftover, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            reap()
+    return result
+
+
+def become_snippet(pipes, source):
+    """In the fork: a fresh `__main__` with standard streams of its own. Never returns."""
+    os.setsid()
+    for fd, pipe in enumerate(pipes):
+        os.dup2(pipe[0 if fd == 0 else 1], fd)
+    os.closerange(3, 65536)
+    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    set_oom_score(os.getpid(), 500)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        os.chdir(WORKSPACE)
+    except OSError:
+        pass  # the guest may have taken its own permission to enter
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)
+    sys.stdin = open(0, "r", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
+    sys.argv = [""]
+    sys.path.insert(0, "")
+    sys.dont_write_bytecode = False
+    gc.enable()
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    code = 0
+    try:
+        text = source.decode("utf-8")
+        name = "<snippet>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as request:
+        code = exit_code(request.code)
+    except BaseException as error:
+        code = 1
+        # The first frame is this file's.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, trace)
+    try:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code & 0xFF)
+
+
+def exit_code(value):
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value
+    print(value, file=sys.stderr)
+    return 1
+
+
+# Files
+
+
+def inside(path):
+    return os.path.join(WORKSPACE, path)
+
+
+def read_file(request):
+    fd = os.open(inside(request["path"]), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        data = bytearray()
+        while len(data) < request["limit"]:
+            chunk = os.read(fd, min(1 << 20, request["limit"] - len(data)))
+            if not chunk:
+                break
+            data += chunk
+        return bytes(data)
+    finally:
+        os.close(fd)
+
+
+def write_file(request, data):
+    path = inside(request["path"])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+    fd = os.open(path, flags, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        os.ftruncate(fd, 0)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view):]
+    finally:
+        os.close(fd)
+
+
+def list_files(request):
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
+    found = []
+    with os.scandir(os.fsencode(inside(request["path"]))) as entries:
+        for entry in entries:
+            try:
+                info = entry.stat(follow_symlinks=False)
+            except OSError:
+                continue  # removed meanwhile
+            name = entry.name.decode("utf-8", "replace")
+            found.append([name, kinds.get(stat.S_IFMT(info.st_mode), "other"), info.st_size])
+    return sorted(found)
+
+
+# Frames
+
+
+def read_exactly(count):
+    data = bytearray()
+    while len(data) < count:
+        chunk = os.read(0, min(1 << 20, count - len(data)))
+        if not chunk:
+            os._exit(0)  # the owner is gone: the kernel ends the namespace with its pid 1
+        data += chunk
+    return data
+
+
+def read_frame():
+    total, size = struct.unpack(">II", read_exactly(8))
+    header = json.loads(read_exactly(size))
+    return header, bytes(read_exactly(total - size))
+
+
+def write_frame(header, parts):
+    header["lengths"] = [len(part) for part in parts]
+    text = json.dumps(header).encode()
+    body = b"".join(parts)
+    data = memoryview(struct.pack(">II", len(text) + len(body), len(text)) + text + body)
+    while data:
+        data = data[os.write(1, data):]
+
+
+def disk_used():
+    info = os.statvfs("/tmp")
+    return (info.f_blocks - info.f_bfree) * info.f_frsize
+
+
+def handle(header, body):
+    kind = header["op"]
+    if kind == "exec":
+        result, parts = run_command(header, body)
+        return {"results": [result]}, parts
+    if kind == "code":
+        results, parts, position = [], [], 0
+        for request in header["requests"]:
+            source = body[position:position + request["source"]]
+            position += request["source"]
+            stdin = body[position:position + request["stdin"]]
+            position += request["stdin"]
+            result, pieces = run_snippet(request, source, stdin)
+            results.append(result)
+            parts += pieces
+        return {"results": results}, parts
+    if kind == "read":
+        return {}, [read_file(header)]
+    if kind == "write":
+        write_file(header, body)
+        return {}, []
+    if kind == "list":
+        return {"entries": list_files(header)}, []
+    if kind == "quiesce":
+        if header["stop"]:
+            kill_all()
+            return {"busy": not wait_gone(10)}, []
+        return {"busy": others()}, []
+    if kind == "usage":
+        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        return {"cpuSeconds": sum(each.ru_utime + each.ru_stime for each in used)}, []
+    if kind == "ping":
+        return {}, []
+    raise ValueError("unknown request %r" % kind)
+
+
+def serve():
+    while True:
+        # Orphans are reaped between requests too.
+        while not select.select([0], [], [], 1.0)[0]:
+            reap()
+        header, body = read_frame()
+        try:
+            answer, parts = handle(header, body)
+        except OSError as error:
+            answer, parts = {"errno": error.errno, "message": error.strerror or str(error)}, []
+        except (MemoryError, ValueError) as error:
+            answer, parts = {"errno": 0, "message": repr(error)}, []
+        answer["disk"] = disk_used()
+        write_frame(answer, parts)
+
+
+def main():
+    limits = json.loads(sys.argv[1])
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for pid 1
+    # A limit of one byte also keeps a core_pattern pipe on the host from being started.
+    resource.setrlimit(resource.RLIMIT_CORE, (1, 1))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 4096))
+    if "processes" in limits:
+        resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
+    if "data" in limits:
+        resource.setrlimit(resource.RLIMIT_DATA, (limits["data"], limits["data"]))
+    os.chdir("/")
+    gc.collect()
+    gc.freeze()  # forks then leave the shared pages alone
+    write_frame({"hello": 1}, [])
+    serve()
+
+
+main()

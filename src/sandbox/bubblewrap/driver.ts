@@ -1,0 +1,270 @@
+import { randomBytes } from 'node:crypto';
+import { mkdirSync } from 'node:fs';
+import { resolve } from 'node:path';
+import { LonghaulError } from '../../core/index.ts';
+import {
+  DEFAULT_SPEC,
+  type LayerId,
+  type Sandbox,
+  type SandboxCapabilities,
+  type SandboxDriver,
+  type SandboxSpec,
+} from '../contract.ts';
+import { Pool } from '../pool.ts';
+import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
+import { LayerRegistry, type LayerStack } from './layers.ts';
+import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
+import { Supervisor } from './supervisor.ts';
+import { findTools } from './tools.ts';
+
+export interface BubblewrapOptions {
+  /** Folder for durable layers and owner records; shared by processes that resume each other's runs. */
+  dir: string;
+  /** Sandboxes kept ready for each spec that is asked for. Default 1; 0 makes each when asked. */
+  warm?: number;
+  /** Sandboxes alive at once; requests beyond it wait. Default 64. */
+  maxLive?: number;
+  /** How long a request waits for a place. Default 60 s. */
+  waitMs?: number;
+  /** As root: first of the host uids that sandboxes run under. Default 200000. */
+  uidBase?: number;
+  /** False: rlimits even where control groups can be had. */
+  cgroups?: boolean;
+}
+
+const DEFAULT_WARM = 1;
+const DEFAULT_MAX_LIVE = 64;
+const DEFAULT_WAIT_MS = 60_000;
+const DEFAULT_UID_BASE = 200_000;
+/** An agent needs this much to start at all. */
+const MIN_MEMORY_BYTES = 32 * 1024 * 1024;
+const MIN_DISK_BYTES = 256 * 1024;
+const MIN_INODES = 64;
+
+/** Sandboxes by bubblewrap: namespaces, a system call filter, control groups, overlay layers. */
+export class BubblewrapDriver implements SandboxDriver {
+  readonly name = 'bubblewrap';
+  readonly capabilities: SandboxCapabilities;
+  readonly cgroups: CgroupHost | null;
+  readonly #dir: string;
+  readonly #python: string;
+  readonly #bwrap: string;
+  readonly #uidBase: number;
+  readonly #registry: LayerRegistry;
+  readonly #pool: Pool<BubblewrapSandbox>;
+  readonly #sandboxes = new Map<string, BubblewrapSandbox>();
+  readonly #freeUids: number[] = [];
+  #supervisor: Supervisor;
+  #restarting: Promise<void> | null = null;
+  #closing: Promise<void> | null = null;
+
+  private constructor(parts: {
+    options: BubblewrapOptions;
+    supervisor: Supervisor;
+    cgroups: CgroupHost | null;
+    tools: { bwrap: string; python: string };
+  }) {
+    const { options, supervisor } = parts;
+    this.#dir = options.dir;
+    this.#bwrap = parts.tools.bwrap;
+    this.#python = parts.tools.python;
+    this.#uidBase = options.uidBase ?? DEFAULT_UID_BASE;
+    this.cgroups = parts.cgroups;
+    this.#supervisor = supervisor;
+    this.#registry = new LayerRegistry(options.dir, (ref) => this.#unused(ref));
+    this.#resetUids();
+    const bases = parts.cgroups?.bases ?? {};
+    this.capabilities = {
+      isolation: 'namespaces',
+      languages: ['python'],
+      exec: true,
+      memory: bases.memory ? 'cgroup' : 'rlimit',
+      cpu: bases.cpu ? 'cgroup' : 'none',
+      pids: bases.pids ? 'cgroup' : 'rlimit',
+      disk: 'filesystem',
+      layers: 'overlay',
+      ownUid: supervisor.ready.root && supervisor.ready.idmap,
+    };
+    this.#pool = new Pool({
+      make: (key) => this.#make(JSON.parse(key) as SandboxSpec, []),
+      warm: options.warm ?? DEFAULT_WARM,
+      maxLive: options.maxLive ?? DEFAULT_MAX_LIVE,
+      waitMs: options.waitMs ?? DEFAULT_WAIT_MS,
+    });
+  }
+
+  /** Starts the driver; `SandboxUnavailable` with the reason where this machine cannot run it. */
+  static async open(options: BubblewrapOptions): Promise<BubblewrapDriver> {
+    const dir = resolve(options.dir);
+    const tools = findTools();
+    mkdirSync(dir, { recursive: true });
+    const cgroups = options.cgroups === false ? null : findCgroups();
+    const supervisor = await Supervisor.start({
+      dir,
+      ...tools,
+      cgroups,
+      uidBase: options.uidBase ?? DEFAULT_UID_BASE,
+    });
+    return new BubblewrapDriver({ options: { ...options, dir }, supervisor, cgroups, tools });
+  }
+
+  /** Owners whose leftovers this start removed. */
+  get cleaned(): number {
+    return this.#supervisor.ready.cleaned;
+  }
+
+  /** The process that holds the mounts: its end ends every sandbox. */
+  get supervisorPid(): number {
+    return this.#supervisor.ready.pid;
+  }
+
+  #resetUids(): void {
+    const { firstUid, uids } = this.#supervisor.ready;
+    this.#freeUids.length = 0;
+    // The first of a block may be the layers' owner; the range starts after it.
+    for (let i = 0; i < uids - 1; i++) this.#freeUids.push(firstUid + i);
+  }
+
+  #takeUid(): number {
+    const { root, idmap } = this.#supervisor.ready;
+    if (!root) return 0;
+    // Without id-mapped mounts (kernel before 6.3) a fork could not read its parent's layers.
+    if (!idmap) return this.#uidBase;
+    const uid = this.#freeUids.shift();
+    if (uid === undefined)
+      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use');
+    return uid;
+  }
+
+  #spec(spec: Partial<SandboxSpec>): SandboxSpec {
+    const full = { ...DEFAULT_SPEC, ...spec };
+    if (full.image !== 'host' || full.network !== 'none')
+      throw new LonghaulError(
+        'CapabilityMissing',
+        `bubblewrap sandboxes have image host and no network, not ${full.image} and ${full.network}`,
+      );
+    const low =
+      full.memoryBytes < MIN_MEMORY_BYTES ||
+      full.diskBytes < MIN_DISK_BYTES ||
+      full.inodes < MIN_INODES ||
+      !(full.pids >= 1) ||
+      !(full.cpus > 0);
+    if (low)
+      throw new LonghaulError(
+        'ConfigInvalid',
+        `sandbox limits are too low to start: ${JSON.stringify(full)}`,
+        { next: 'Give at least 32 MiB of memory, 256 KiB and 64 inodes of disk, one process.' },
+      );
+    return full;
+  }
+
+  async create(spec: Partial<SandboxSpec> = {}, from?: LayerId): Promise<Sandbox> {
+    const full = this.#spec(spec);
+    await this.#alive();
+    const stack = from === undefined ? null : this.#registry.stack(from);
+    const sandbox = await this.#acquire(full);
+    if (!stack) return sandbox;
+    try {
+      await sandbox.adopt(stack);
+    } catch (error) {
+      await sandbox.stop();
+      throw error;
+    }
+    return sandbox;
+  }
+
+  #acquire(spec: SandboxSpec): Promise<BubblewrapSandbox> {
+    return this.#pool.acquire(JSON.stringify(spec, Object.keys(DEFAULT_SPEC)));
+  }
+
+  /** A supervisor that was killed took its sandboxes and volatile layers with it; durable layers stay. */
+  async #alive(): Promise<void> {
+    if (this.#closing) throw new LonghaulError('SandboxUnavailable', 'the driver is closed');
+    if (!this.#supervisor.gone) return;
+    this.#restarting ??= (async () => {
+      this.#registry.forgetVolatile();
+      await this.#supervisor.close();
+      this.#supervisor = await Supervisor.start({
+        dir: this.#dir,
+        bwrap: this.#bwrap,
+        python: this.#python,
+        cgroups: this.cgroups,
+        uidBase: this.#uidBase,
+      });
+      this.#resetUids();
+    })().finally(() => {
+      this.#restarting = null;
+    });
+    await this.#restarting;
+  }
+
+  async #make(spec: SandboxSpec, stack: LayerStack): Promise<BubblewrapSandbox> {
+    const supervisor = this.#supervisor;
+    const id = randomBytes(5).toString('hex');
+    const uid = this.#takeUid();
+    let cgroup: Cgroup | null = null;
+    let sandbox: BubblewrapSandbox | null = null;
+    const host: SandboxHost = {
+      supervisor,
+      registry: this.#registry,
+      python: this.#python,
+      uidBase: this.#uidBase,
+      spawn: async (childSpec, childStack) => {
+        const child = await this.#acquire(childSpec);
+        await child.adopt(childStack);
+        return child;
+      },
+      released: (gone) => {
+        this.#sandboxes.delete(gone.id);
+        if (supervisor === this.#supervisor && supervisor.ready.idmap) this.#freeUids.push(uid);
+        if (ready) this.#pool.release();
+      },
+    };
+    // Until it is ready the pool itself gives its place back.
+    let ready = false;
+    try {
+      if (this.cgroups) cgroup = new Cgroup(this.cgroups, supervisor.owner, id, spec);
+      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup });
+      this.#sandboxes.set(id, sandbox);
+      await sandbox.start(stack);
+      ready = true;
+      return sandbox;
+    } catch (error) {
+      if (sandbox) await sandbox.stop();
+      else if (uid > 0 && supervisor.ready.idmap) this.#freeUids.push(uid);
+      throw error;
+    }
+  }
+
+  /** A volatile layer that nobody needs: its files go now, its tmpfs when the last one on it goes. */
+  #unused(ref: { home: string; name: string }): void {
+    const supervisor = this.#supervisor;
+    if (this.#sandboxes.has(ref.home)) {
+      void supervisor.request('discard', { sid: ref.home, name: ref.name }).catch(() => {});
+      return;
+    }
+    const keep = this.#registry.usedNames(ref.home);
+    void supervisor.request('close', { sid: ref.home, keep }).catch(() => {});
+  }
+
+  async hasLayer(layer: LayerId): Promise<boolean> {
+    return this.#registry.has(layer);
+  }
+
+  async dropLayer(layer: LayerId): Promise<void> {
+    this.#registry.drop(layer, (id) =>
+      [...this.#sandboxes.values()].some((sandbox) =>
+        sandbox.stack.some((ref) => 'durable' in ref && ref.durable === id),
+      ),
+    );
+  }
+
+  close(): Promise<void> {
+    this.#closing ??= (async () => {
+      await this.#pool.close();
+      await Promise.all([...this.#sandboxes.values()].map((sandbox) => sandbox.stop()));
+      await this.#supervisor.close();
+    })();
+    return this.#closing;
+  }
+}

@@ -1,0 +1,171 @@
+import { randomBytes } from 'node:crypto';
+import { existsSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { join } from 'node:path';
+import { LonghaulError } from '../../core/index.ts';
+import type { LayerId } from '../contract.ts';
+import type { LayerRef } from './supervisor.ts';
+
+/** Layers of a workspace, topmost first. */
+export type LayerStack = readonly LayerRef[];
+
+/** `layer.json` beside a durable layer's files. */
+export interface DurableMeta {
+  version: 1;
+  id: LayerId;
+  uid: number;
+  /** Every layer below, topmost first. */
+  parents: LayerId[];
+  bytes: number;
+  inodes: number;
+  createdAt: string;
+  /** Never handed out: kept only while a layer above needs it. */
+  internal: boolean;
+}
+
+const FRESH_MS = 3_600_000;
+const DURABLE_ID = /^d-[0-9a-f]{24}$/;
+
+export const newDurableId = (): LayerId => `d-${randomBytes(12).toString('hex')}`;
+export const newVolatileId = (): LayerId => `v-${randomBytes(12).toString('hex')}`;
+
+const refKey = (ref: LayerRef) => ('durable' in ref ? ref.durable : `${ref.home}/${ref.name}`);
+
+/**
+ * Which layers exist and who needs them. Volatile layers are directories on the tmpfs of the sandbox
+ * that made them and are counted here; durable ones are folders on disk and found by every process.
+ */
+export class LayerRegistry {
+  readonly #dir: string;
+  readonly #volatile = new Map<LayerId, LayerStack>();
+  /** Uses of each volatile directory, by named layers and live workspaces. */
+  readonly #uses = new Map<string, number>();
+  readonly #onUnused: (ref: { home: string; name: string }) => void;
+
+  constructor(dir: string, onUnused: (ref: { home: string; name: string }) => void) {
+    this.#dir = join(dir, 'layers');
+    this.#onUnused = onUnused;
+  }
+
+  hold(stack: LayerStack): void {
+    for (const ref of stack) {
+      if (!('home' in ref)) continue;
+      this.#uses.set(refKey(ref), (this.#uses.get(refKey(ref)) ?? 0) + 1);
+    }
+  }
+
+  release(stack: LayerStack): void {
+    for (const ref of stack) {
+      if (!('home' in ref)) continue;
+      const left = (this.#uses.get(refKey(ref)) ?? 0) - 1;
+      if (left > 0) this.#uses.set(refKey(ref), left);
+      else {
+        this.#uses.delete(refKey(ref));
+        this.#onUnused(ref);
+      }
+    }
+  }
+
+  /** Names of a sandbox's layers that are still needed. */
+  usedNames(home: string): string[] {
+    const prefix = `${home}/`;
+    return [...this.#uses.keys()]
+      .filter((key) => key.startsWith(prefix))
+      .map((key) => key.slice(prefix.length));
+  }
+
+  addVolatile(stack: LayerStack): LayerId {
+    const id = newVolatileId();
+    this.#volatile.set(id, stack);
+    this.hold(stack);
+    return id;
+  }
+
+  /** All volatile layers are gone, because the supervisor that held them is. */
+  forgetVolatile(): void {
+    this.#volatile.clear();
+    this.#uses.clear();
+  }
+
+  #meta(id: LayerId): DurableMeta | null {
+    if (!DURABLE_ID.test(id)) return null;
+    try {
+      return JSON.parse(readFileSync(join(this.#dir, id, 'layer.json'), 'utf8'));
+    } catch {
+      return null;
+    }
+  }
+
+  has(id: LayerId): boolean {
+    return this.#volatile.has(id) || (this.#meta(id) !== null && !this.#dropped(id));
+  }
+
+  /** `NotFound` when the layer was dropped, never existed, or was volatile and went with its driver. */
+  stack(id: LayerId): LayerStack {
+    const volatile = this.#volatile.get(id);
+    if (volatile) return volatile;
+    const meta = this.#meta(id);
+    if (!meta)
+      throw new LonghaulError('NotFound', `workspace layer ${id} does not exist`, {
+        next: 'Volatile layers end with their driver; take a durable snapshot to keep one.',
+      });
+    return [id, ...meta.parents].map((each) => {
+      const found = each === id ? meta : this.#meta(each);
+      if (!found)
+        throw new LonghaulError(
+          'NotFound',
+          `workspace layer ${id} is incomplete: ${each} is missing`,
+        );
+      return { durable: each, uid: found.uid };
+    });
+  }
+
+  /** Bytes and inodes that the durable layers of a stack hold. */
+  weight(stack: LayerStack): { bytes: number; inodes: number } {
+    let bytes = 0;
+    let inodes = 0;
+    for (const ref of stack) {
+      if (!('durable' in ref)) continue;
+      const meta = this.#meta(ref.durable);
+      bytes += meta?.bytes ?? 0;
+      inodes += meta?.inodes ?? 0;
+    }
+    return { bytes, inodes };
+  }
+
+  #dropped(id: LayerId): boolean {
+    return existsSync(join(this.#dir, id, 'dropped'));
+  }
+
+  /** Idempotent. A durable layer's files stay until no layer above needs them. */
+  drop(id: LayerId, inUse: (id: LayerId) => boolean): void {
+    const stack = this.#volatile.get(id);
+    if (stack) {
+      this.#volatile.delete(id);
+      this.release(stack);
+      return;
+    }
+    if (!this.#meta(id)) return;
+    writeFileSync(join(this.#dir, id, 'dropped'), '');
+    this.sweep(inUse);
+  }
+
+  /** Removes durable layers that are dropped or internal and that nothing stands on. */
+  sweep(inUse: (id: LayerId) => boolean): void {
+    const metas = readdirSync(this.#dir)
+      .map((name) => this.#meta(name))
+      .filter((meta) => meta !== null);
+    // A snapshot in the making writes its lower layers before the one that will name them.
+    const fresh = (meta: DurableMeta) => Date.now() - Date.parse(meta.createdAt) < FRESH_MS;
+    const unwanted = (meta: DurableMeta) =>
+      this.#dropped(meta.id) || (meta.internal && !fresh(meta));
+    const needed = new Set(
+      metas
+        .filter((meta) => inUse(meta.id) || !unwanted(meta))
+        .flatMap((meta) => [meta.id, ...meta.parents]),
+    );
+    for (const meta of metas) {
+      if (needed.has(meta.id)) continue;
+      rmSync(join(this.#dir, meta.id), { recursive: true, force: true });
+    }
+  }
+}

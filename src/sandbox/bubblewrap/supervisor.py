@@ -1,0 +1,735 @@
+"""Mounts workspaces and starts sandboxes, in a mount namespace of its own.
+
+One per driver. Everything it mounts lives in that private namespace, so the kernel removes all of it
+when the last process in it ends: a crash leaves no mount behind. Speaks JSON lines on stdin/stdout
+({id, op, ...} -> {id, ok} or {id, error, errno}); end of input means that the owner is gone.
+
+A sandbox is launched by connecting to the unix socket `s` in the owner's directory and sending one
+JSON line: that very connection becomes standard input and output of the agent inside, so the owner
+talks to the agent without a relay.
+
+As root it runs in the initial user namespace and gives each sandbox a uid of its own; otherwise it
+maps the caller to root of a new user namespace, and overlays use `userxattr`.
+"""
+
+import ctypes
+import errno
+import fcntl
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 2, 4, 32, 4096, 16384
+MS_PRIVATE, MS_SHARED = 1 << 18, 1 << 20
+MNT_DETACH = 2
+SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
+AT_FDCWD, AT_EMPTY_PATH = -100, 0x1000
+OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
+MOVE_MOUNT_F_EMPTY_PATH = 4
+MOUNT_ATTR_IDMAP = 0x00100000
+PR_SET_PDEATHSIG = 1
+# In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
+BASE = "/tmp"
+UID_BLOCK = 1024
+MAX_LINE = 16 * 1024 * 1024
+
+
+def check(result, what):
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, "%s: %s" % (what, os.strerror(code)))
+    return result
+
+
+def mount(source, target, kind, flags, data=None):
+    encode = lambda text: None if text is None else text.encode()
+    check(
+        LIBC.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)),
+        "mount %s" % target,
+    )
+
+
+def unmount(target):
+    """Detaches: a process that still holds a file there cannot keep the mount in the tree."""
+    if LIBC.umount2(target.encode(), MNT_DETACH) < 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EINVAL, errno.ENOENT):
+            raise OSError(code, "umount %s" % target)
+
+
+def user_namespace(inside, outside):
+    """A descriptor of a user namespace that maps `inside` to `outside`, for an id-mapped mount."""
+    ready, go = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.write(ready[1], b"1" if LIBC.unshare(CLONE_NEWUSER) == 0 else b"0")
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        if os.read(ready[0], 1) != b"1":
+            raise OSError(errno.EPERM, "unshare of a user namespace")
+        for name in ("uid_map", "gid_map"):
+            with open("/proc/%d/%s" % (pid, name), "w") as file:
+                file.write("%d %d 1" % (inside, outside))
+        return os.open("/proc/%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.write(go[1], b"1")
+        for end in ready + go:
+            os.close(end)
+        os.waitpid(pid, 0)
+
+
+def mount_mapped(source, target, namespace):
+    """Binds `source` at `target` with the id mapping of a user namespace's descriptor."""
+    tree = check(
+        LIBC.syscall(SYS_OPEN_TREE, AT_FDCWD, source.encode(), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC),
+        "open_tree",
+    )
+    try:
+        attributes = struct.pack("QQQQ", MOUNT_ATTR_IDMAP, 0, 0, namespace)
+        check(
+            LIBC.syscall(SYS_MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, attributes, len(attributes)),
+            "mount_setattr",
+        )
+        check(
+            LIBC.syscall(SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH),
+            "move_mount",
+        )
+    finally:
+        os.close(tree)
+
+
+def copy_layer(source, target, uid):
+    """Copies a frozen layer with its whiteouts and overlay attributes. Returns (bytes, inodes).
+
+    The tree was written by a guest: nothing is followed, and nothing but files, directories, links,
+    pipes and whiteouts is taken."""
+    links = {}
+    total = inodes = 0
+
+    def attributes(src, dst):
+        for name in os.listxattr(src, follow_symlinks=False):
+            if name.startswith(("trusted.overlay.", "user.")):
+                # origin names an inode of the old file system
+                if not name.endswith("overlay.origin"):
+                    value = os.getxattr(src, name, follow_symlinks=False)
+                    os.setxattr(dst, name, value, follow_symlinks=False)
+
+    def finish(src, dst, info):
+        os.lchown(dst, uid, uid)
+        if not stat.S_ISLNK(info.st_mode):
+            attributes(src, dst)
+            os.chmod(dst, stat.S_IMODE(info.st_mode))
+        os.utime(dst, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
+
+    def walk(src, dst):
+        nonlocal total, inodes
+        os.mkdir(dst, 0o700)
+        inodes += 1
+        with os.scandir(src) as entries:
+            for entry in entries:
+                a, b = src + b"/" + entry.name, dst + b"/" + entry.name
+                info = entry.stat(follow_symlinks=False)
+                kind = stat.S_IFMT(info.st_mode)
+                if kind == stat.S_IFDIR:
+                    walk(a, b)
+                    continue
+                if info.st_nlink > 1 and kind == stat.S_IFREG:
+                    first = links.setdefault(info.st_ino, b)
+                    if first != b:
+                        os.link(first, b, follow_symlinks=False)
+                        continue
+                inodes += 1
+                if kind == stat.S_IFREG:
+                    total += info.st_blocks * 512
+                    copy_file(a, b, info.st_size)
+                elif kind == stat.S_IFLNK:
+                    os.symlink(os.readlink(a), b)
+                elif kind == stat.S_IFIFO:
+                    os.mkfifo(b)
+                elif kind == stat.S_IFCHR and info.st_rdev == 0:
+                    os.mknod(b, stat.S_IFCHR | 0o000, 0)
+                else:
+                    continue
+                finish(a, b, info)
+        finish(src, dst, os.lstat(src))
+
+    walk(os.fsencode(source), os.fsencode(target))
+    return total, inodes
+
+
+def copy_file(source, target, size):
+    """Holes stay holes, so a sparse file cannot fill the disk it is copied to."""
+    src = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        position = 0
+        while position < size:
+            try:
+                start = os.lseek(src, position, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:
+                    break
+                raise
+            end = os.lseek(src, start, os.SEEK_HOLE)
+            os.lseek(src, start, os.SEEK_SET)
+            os.lseek(dst, start, os.SEEK_SET)
+            while start < end:
+                chunk = os.read(src, min(1 << 20, end - start))
+                if not chunk:
+                    break
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(dst, view):]
+                start += len(chunk)
+            position = max(end, position + 1)
+        os.ftruncate(dst, size)
+    finally:
+        os.close(src)
+        os.close(dst)
+
+
+class Supervisor:
+    def __init__(self, config):
+        self.root = os.getuid() == 0
+        self.config = config
+        self.selector = selectors.DefaultSelector()
+        self.sandboxes = {}
+        self.children = {}
+        self.workers = {}
+        self.input = b""
+        self.owner_dir = config["ownerDir"]
+        # One supervisor at a time here: nobody sees a folder between its making and its locking.
+        gate = self.lock(os.path.join(config["runDir"], "gate"))
+        self.locks = [self.lock(os.path.join(self.owner_dir, "lock"))]
+        cleaned = self.clean_orphans(config["runDir"])
+        os.close(gate)
+        self.first_uid = self.claim_uids() if self.root else 0
+        self.enter_namespaces()
+        self.idmap = self.root and self.probe_idmap()
+        self.probe_overlay()
+        self.listen()
+        self.ready = {
+            "root": self.root,
+            "firstUid": self.first_uid,
+            "uids": UID_BLOCK if self.root else 0,
+            "idmap": self.idmap,
+            "cleaned": cleaned,
+            "pid": os.getpid(),
+        }
+
+    # Start
+
+    def lock(self, path, wait=True):
+        """An flock ends with its process, however that ends: no stale owner can be left."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def clean_orphans(self, run_dir):
+        """Removes what owners left whose lock is free. A live owner holds its lock."""
+        cleaned = 0
+        for name in os.listdir(run_dir):
+            path = os.path.join(run_dir, name)
+            if path == self.owner_dir or not os.path.isdir(path):
+                continue
+            fresh = time.time() - os.stat(path).st_mtime < 60
+            if fresh and not os.path.exists(os.path.join(path, "lock")):
+                continue  # its supervisor is just starting
+            try:
+                fd = self.lock(os.path.join(path, "lock"), wait=False)
+            except OSError:
+                continue
+            try:
+                with open(os.path.join(path, "owner.json")) as file:
+                    cgroups = json.load(file)["cgroups"]
+            except (OSError, ValueError, KeyError):
+                cgroups = []
+            for cgroup in cgroups:
+                remove_cgroup(cgroup)
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(fd)
+            cleaned += 1
+        live = set(os.listdir(run_dir))
+        for name in os.listdir(self.config["layersDir"]):
+            # partial-OWNER-ID: a copy that its owner did not live to finish
+            if name.startswith("partial-") and name.split("-")[1] not in live:
+                shutil.rmtree(os.path.join(self.config["layersDir"], name), ignore_errors=True)
+        return cleaned
+
+    def claim_uids(self):
+        """A block of uids that no other live supervisor on this machine has."""
+        directory = "/run/longhaul-sandbox"
+        os.makedirs(directory, 0o700, exist_ok=True)
+        first = self.config["uidBase"]
+        for block in range(self.config["uidBlocks"]):
+            try:
+                self.locks.append(self.lock("%s/uids-%d" % (directory, first + block * UID_BLOCK), False))
+            except BlockingIOError:
+                continue
+            # The first uid of the whole range is the owner of durable layers and never a sandbox's.
+            return first + block * UID_BLOCK + 1
+        raise OSError(errno.EAGAIN, "every block of sandbox uids is taken by a live process")
+
+    def enter_namespaces(self):
+        uid, gid = os.getuid(), os.getgid()
+        flags = CLONE_NEWNS if self.root else CLONE_NEWNS | CLONE_NEWUSER
+        check(LIBC.unshare(flags), "new namespaces")
+        if not self.root:
+            for name, text in (("setgroups", "deny"), ("uid_map", "0 %d 1" % uid), ("gid_map", "0 %d 1" % gid)):
+                with open("/proc/self/" + name, "w") as file:
+                    file.write(text)
+        mount(None, "/", None, MS_REC | MS_PRIVATE)
+        stage = os.path.join(self.owner_dir, "stage")
+        os.mkdir(stage, 0o700)
+        mount("tmpfs", stage, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=64m,nr_inodes=100k")
+        for name in ("layers", "owner", "empty", "etc"):
+            os.mkdir(os.path.join(stage, name), 0o755)
+        mount(self.config["layersDir"], os.path.join(stage, "layers"), None, MS_BIND)
+        mount(self.owner_dir, os.path.join(stage, "owner"), None, MS_BIND)
+        with open(self.config["agent"], "rb") as source, open(os.path.join(stage, "agent.py"), "wb") as copy:
+            copy.write(source.read())
+        for name, text in self.config["etc"].items():
+            with open(os.path.join(stage, "etc", name), "w") as file:
+                file.write(text)
+        for name in ("ld.so.cache", "localtime"):
+            if os.path.isfile("/etc/" + name):
+                shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
+        if os.path.isdir("/etc/alternatives"):
+            shutil.copytree("/etc/alternatives", os.path.join(stage, "etc/alternatives"), symlinks=True)
+        mount(stage, BASE, None, MS_BIND | MS_REC)
+        # A mount made here later shows up in every sandbox that bound the directory below it.
+        mount(None, BASE, None, MS_SHARED)
+        os.chdir(BASE)
+
+    def probe_idmap(self):
+        """Whether a tmpfs can be id-mapped (kernel 6.3), so that forks can have uids of their own."""
+        os.mkdir("probe-idmap")
+        try:
+            namespace = user_namespace(0, self.first_uid)
+            mount_mapped("empty", "probe-idmap", namespace)
+            os.close(namespace)
+            unmount("probe-idmap")
+            return True
+        except OSError:
+            return False
+        finally:
+            os.rmdir("probe-idmap")
+
+    def overlay(self, lower, upper, work, target):
+        options = "lowerdir=%s,upperdir=%s,workdir=%s,volatile,index=off,metacopy=off" % (
+            ":".join(lower), upper, work)
+        options += ",redirect_dir=on" if self.root else ",userxattr"
+        mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, options)
+
+    def probe_overlay(self):
+        """A directory of a lower layer removed and made again needs whiteouts and opaque marks."""
+        os.mkdir("probe")
+        mount("tmpfs", "probe", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
+        try:
+            for name in ("l", "l/d", "u", "w", "m"):
+                os.mkdir("probe/" + name)
+            open("probe/l/d/f", "w").close()
+            self.overlay(["probe/l"], "probe/u", "probe/w", "probe/m")
+            os.unlink("probe/m/d/f")
+            os.rmdir("probe/m/d")
+            os.mkdir("probe/m/d")
+            if os.listdir("probe/m/d"):
+                raise OSError(errno.EIO, "overlay does not hide lower files")
+        finally:
+            unmount("probe/m")
+            unmount("probe")
+            os.rmdir("probe")
+
+    def listen(self):
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        here = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
+        os.chdir("owner")  # socket addresses are limited to 108 bytes
+        self.server.bind("s")
+        os.fchdir(here)
+        os.close(here)
+        self.server.listen(64)
+
+    # Workspaces
+
+    def layer_path(self, sandbox, layer):
+        """A layer's directory, seen through an id-mapped mount where it belongs to another uid."""
+        uid = sandbox["uid"]
+        if "durable" in layer:
+            # Mapped one by one: their folder is root's alone, and root has no rights through a mapping
+            # that leaves root out.
+            source, name, inner = "layers/%s/fs" % layer["durable"], layer["durable"], ""
+        else:
+            source, name, inner = "s%s/d" % layer["home"], layer["home"], "/" + layer["name"]
+        if not self.idmap or layer["uid"] == uid:
+            return source + inner
+        target = "s%s/m%s" % (sandbox["sid"], name)
+        if target not in sandbox["mapped"]:
+            if layer["uid"] not in sandbox["namespaces"]:
+                sandbox["namespaces"][layer["uid"]] = user_namespace(layer["uid"], uid)
+            os.mkdir(target)
+            mount_mapped(source, target, sandbox["namespaces"][layer["uid"]])
+            sandbox["mapped"].add(target)
+        return target + inner
+
+    def op_open(self, request):
+        sid, uid = request["sid"], request["uid"]
+        top = "s%s" % sid
+        os.mkdir(top, 0o755)
+        for name in ("ws", "tmp", "d"):
+            os.mkdir("%s/%s" % (top, name), 0o755)
+        sandbox = {"sid": sid, "uid": uid, "pid": 0, "mapped": set(), "namespaces": {}, "err": b"", "tmp": None}
+        self.sandboxes[sid] = sandbox
+        mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
+              "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
+        os.mkdir(top + "/d/shm", 0o700)
+        os.chmod(top + "/d/shm", 0o1777)
+        os.chown(top + "/d/shm", uid, uid)
+
+    def op_workspace(self, request):
+        """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace."""
+        sandbox = self.sandboxes[request["sid"]]
+        top, uid = "s%s" % request["sid"], sandbox["uid"]
+        lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
+        upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
+        os.mkdir(upper, 0o755)
+        os.chown(upper, uid, uid)
+        os.mkdir(work, 0o700)
+        unmount(top + "/ws")
+        self.overlay(lower, upper, work, top + "/ws")
+        if request.get("freshTmp") or not sandbox["tmp"]:
+            fresh = "%s/d/tmp-%s" % (top, request["upper"])
+            os.mkdir(fresh)
+            os.chown(fresh, uid, uid)
+            os.chmod(fresh, 0o1777)
+            unmount(top + "/tmp")
+            mount(fresh, top + "/tmp", None, MS_BIND)
+            if sandbox["tmp"]:
+                self.discard(sandbox["tmp"])
+            sandbox["tmp"] = fresh
+        if request.get("discard"):
+            self.discard("%s/d/%s" % (top, request["discard"]))
+            self.discard("%s/d/work-%s" % (top, request["discard"]))
+        if request.get("retired"):
+            self.discard("%s/d/work-%s" % (top, request["retired"]))
+        if request.get("bytes"):
+            try:
+                mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
+                      "size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise  # EINVAL: more is in use already, which is a limit too
+
+    def discard(self, path):
+        """Removes a tree without holding up the next request: moved aside, then deleted by a child."""
+        if not os.path.lexists(path):
+            return
+        aside = "%s.gone%d" % (path, os.getpid())
+        os.rename(path, aside)
+        self.work(lambda: shutil.rmtree(aside, ignore_errors=True), lambda _: None)
+
+    def op_discard(self, request):
+        self.discard("s%s/d/%s" % (request["sid"], request["name"]))
+
+    def work(self, job, done):
+        """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                result = {"ok": job()}
+            except OSError as error:
+                result = {"error": str(error), "errno": error.errno}
+            except BaseException as error:
+                result = {"error": repr(error), "errno": 0}
+            os.write(write, json.dumps(result).encode())
+            os._exit(0)
+        os.close(write)
+        self.workers[pid] = (read, done)
+
+    def op_copy(self, request):
+        """Copies a layer (or, for `merged`, the whole workspace) to a place in the owner's layer folder."""
+        sid = request["sid"]
+        source = "s%s/ws" % sid if request.get("merged") else "s%s/d/%s" % (sid, request["name"])
+        target = "layers/%s" % request["target"]
+        meta = request["meta"]
+
+        def job():
+            shutil.rmtree(target, ignore_errors=True)
+            os.mkdir(target, 0o700)
+            try:
+                meta["bytes"], meta["inodes"] = copy_layer(source, target + "/fs", request["uid"])
+                with open(target + "/layer.json", "w") as file:
+                    json.dump(meta, file)
+                fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
+                check(LIBC.syncfs(fd), "syncfs")
+                os.close(fd)
+                os.rename(target, "layers/%s" % request["final"])
+                fd = os.open("layers", os.O_RDONLY | os.O_DIRECTORY)
+                os.fsync(fd)
+                os.close(fd)
+            except BaseException:
+                shutil.rmtree(target, ignore_errors=True)
+                raise
+            return {"bytes": meta["bytes"], "inodes": meta["inodes"]}
+
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
+    def op_squash(self, request):
+        """One layer that holds what the workspace shows, beside the ones it was stacked from."""
+        sandbox = self.sandboxes[request["sid"]]
+        top = "s%s" % request["sid"]
+        job = lambda: copy_layer(top + "/ws", "%s/d/%s" % (top, request["name"]), sandbox["uid"])
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
+    def op_close(self, request):
+        """Ends the processes and unmounts; with `keep` the tmpfs stays for the layers on it."""
+        sid = request["sid"]
+        sandbox = self.sandboxes.get(sid)
+        if not sandbox:
+            return
+        if sandbox["pid"]:
+            os.kill(sandbox["pid"], signal.SIGKILL)
+        top = "s%s" % sid
+        unmount(top + "/ws")
+        unmount(top + "/tmp")
+        for target in sandbox["mapped"]:
+            unmount(target)
+            os.rmdir(target)
+        sandbox["mapped"].clear()
+        for namespace in sandbox["namespaces"].values():
+            os.close(namespace)
+        sandbox["namespaces"].clear()
+        if request.get("keep"):
+            for name in os.listdir(top + "/d"):
+                if name not in request["keep"]:
+                    self.discard("%s/d/%s" % (top, name))
+            return
+        unmount(top + "/d")
+        del self.sandboxes[sid]
+        for name in os.listdir(top):
+            os.rmdir("%s/%s" % (top, name))
+        os.rmdir(top)
+
+    def op_bare(self, request):
+        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
+        top = "s%s" % request["sid"]
+        unmount(top + "/ws")
+        unmount(top + "/tmp")
+        sandbox = self.sandboxes[request["sid"]]
+        if sandbox["tmp"]:
+            self.discard(sandbox["tmp"])
+        sandbox["tmp"] = None
+
+    def op_kill(self, request):
+        sandbox = self.sandboxes.get(request["sid"])
+        if sandbox and sandbox["pid"]:
+            os.kill(sandbox["pid"], signal.SIGKILL)
+
+    # Sandboxes
+
+    def launch(self, connection, request):
+        sandbox = self.sandboxes[request["sid"]]
+        err_read, err_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                # Standard streams and the filter's descriptor 3 survive, nothing else does.
+                keep = [connection.fileno(), err_write, os.open("owner/filter.bpf", os.O_RDONLY)]
+                moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in keep]
+                for fd, to in ((moved[0], 0), (moved[0], 1), (moved[1], 2), (moved[2], 3)):
+                    os.dup2(fd, to)
+                os.closerange(4, 65536)
+                for cgroup in request["cgroups"]:
+                    with open(cgroup + "/cgroup.procs", "w") as file:
+                        file.write("0")
+                for name in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+                    signal.signal(name, signal.SIG_DFL)
+                os.umask(0o022)
+                if self.root:
+                    os.setgroups([])
+                    os.setresgid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
+                    os.setresuid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
+                # An empty environment: pid 1's is readable inside as /proc/1/environ.
+                os.execve(self.config["bwrap"], request["argv"], {})
+            except BaseException as error:
+                os.write(2, ("cannot start: %s" % error).encode())
+            os._exit(127)
+        os.close(err_write)
+        os.set_blocking(err_read, False)
+        sandbox["pid"] = pid
+        self.children[pid] = sandbox
+        sandbox["err"] = b""
+        sandbox["fd"] = err_read
+        self.selector.register(err_read, selectors.EVENT_READ, ("err", sandbox))
+        connection.close()
+
+    def read_errors(self, sandbox):
+        try:
+            chunk = os.read(sandbox["fd"], 65536)
+        except BlockingIOError:
+            return
+        sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
+        if not chunk:
+            self.selector.unregister(sandbox["fd"])
+            os.close(sandbox["fd"])
+            sandbox["fd"] = -1
+
+    def reap(self):
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self.workers:
+                read, done = self.workers.pop(pid)
+                text = b""
+                while chunk := os.read(read, 65536):
+                    text += chunk
+                os.close(read)
+                done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
+                continue
+            sandbox = self.children.pop(pid, None)
+            if sandbox:
+                sandbox["pid"] = 0
+                if sandbox["fd"] >= 0:
+                    self.read_errors(sandbox)
+                self.answer({
+                    "event": "exit",
+                    "sid": sandbox["sid"],
+                    "status": os.waitstatus_to_exitcode(status),
+                    "stderr": sandbox["err"].decode("utf-8", "replace"),
+                })
+
+    # Loop
+
+    def answer(self, message):
+        line = json.dumps(message).encode() + b"\n"
+        view = memoryview(line)
+        while view:
+            view = view[os.write(1, view):]
+
+    def handle(self, request):
+        try:
+            result = getattr(self, "op_" + request["op"])(request)
+            if result is NotImplemented:
+                return  # answered later by a worker
+            self.answer({"id": request["id"], "ok": True})
+        except OSError as error:
+            self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
+        except Exception as error:
+            self.answer({"id": request["id"], "error": repr(error), "errno": 0})
+
+    def accept(self):
+        connection, _ = self.server.accept()
+        line = b""
+        while not line.endswith(b"\n"):
+            byte = connection.recv(4096)
+            if not byte or len(line) > MAX_LINE:
+                connection.close()
+                return
+            line += byte
+        try:
+            self.launch(connection, json.loads(line))
+        except (ValueError, KeyError, OSError) as error:
+            connection.close()
+            self.answer({"event": "fault", "message": repr(error)})
+
+    def run(self):
+        wake_read, wake_write = os.pipe()
+        for fd in (wake_read, wake_write):
+            os.set_blocking(fd, False)
+            os.set_inheritable(fd, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(0, selectors.EVENT_READ, ("control", None))
+        self.selector.register(self.server, selectors.EVENT_READ, ("launch", None))
+        self.selector.register(wake_read, selectors.EVENT_READ, ("child", None))
+        self.answer({"event": "ready", **self.ready})
+        while True:
+            for key, _ in self.selector.select():
+                kind, sandbox = key.data
+                if kind == "control":
+                    chunk = os.read(0, 65536)
+                    if not chunk:
+                        return
+                    self.input += chunk
+                    while b"\n" in self.input:
+                        line, self.input = self.input.split(b"\n", 1)
+                        self.handle(json.loads(line))
+                elif kind == "launch":
+                    self.accept()
+                elif kind == "err":
+                    self.read_errors(sandbox)
+                else:
+                    try:
+                        os.read(wake_read, 4096)
+                    except BlockingIOError:
+                        pass
+                    self.reap()
+
+    def end(self):
+        """Every sandbox's pid 1 dies with its bwrap; the namespace's mounts go with the last process."""
+        for pid in [*self.children, *self.workers]:
+            os.kill(pid, signal.SIGKILL)
+        try:
+            while True:
+                os.waitpid(-1, 0)
+        except ChildProcessError:
+            pass
+
+
+def remove_cgroup(path):
+    """Kills what is left in a cgroup and removes it with its children."""
+    if not os.path.isdir(path):
+        return
+    for name in os.listdir(path):
+        if os.path.isdir(os.path.join(path, name)):
+            remove_cgroup(os.path.join(path, name))
+    try:
+        with open(os.path.join(path, "cgroup.procs")) as file:
+            for pid in file.read().split():
+                os.kill(int(pid), signal.SIGKILL)
+        os.rmdir(path)
+    except OSError:
+        pass  # busy for a moment: the next start tries again
+
+
+def main():
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; Ctrl-C reaches the whole group
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    try:
+        supervisor = Supervisor(json.loads(line))
+    except OSError as error:
+        print(json.dumps({"event": "failed", "message": str(error), "errno": error.errno}), flush=True)
+        sys.exit(1)
+    try:
+        supervisor.run()
+    finally:
+        supervisor.end()
+
+
+main()

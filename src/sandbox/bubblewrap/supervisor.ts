@@ -1,0 +1,271 @@
+import { type ChildProcess, spawn } from 'node:child_process';
+import { randomBytes } from 'node:crypto';
+import { closeSync, mkdirSync, openSync, rmdirSync, rmSync, writeFileSync } from 'node:fs';
+import { connect, type Socket } from 'node:net';
+import { join } from 'node:path';
+import { createInterface } from 'node:readline';
+import { fileURLToPath } from 'node:url';
+import { LonghaulError } from '../../core/index.ts';
+import { type CgroupHost, makeOwnerGroups, ownerGroups } from './cgroup.ts';
+import { hostArchitecture, seccompFilter } from './seccomp.ts';
+
+/** A layer as the supervisor finds it: on a sandbox's tmpfs, or in the durable layer folder. */
+export type LayerRef =
+  | { home: string; name: string; uid: number }
+  | { durable: string; uid: number };
+
+export interface SupervisorReady {
+  root: boolean;
+  firstUid: number;
+  uids: number;
+  idmap: boolean;
+  /** Owners that had crashed and whose leftovers were removed. */
+  cleaned: number;
+  pid: number;
+}
+
+export interface SandboxExit {
+  /** Exit code, or minus the signal that ended bubblewrap. */
+  status: number;
+  stderr: string;
+}
+
+export interface SupervisorOptions {
+  dir: string;
+  bwrap: string;
+  python: string;
+  cgroups: CgroupHost | null;
+  uidBase: number;
+}
+
+/** Owner of durable layers: the first uid of the range, which no sandbox ever gets. */
+export const layerOwner = (options: { uidBase: number }, root: boolean) =>
+  root ? options.uidBase : 0;
+
+const UID_BLOCKS = 64;
+const ETC = {
+  passwd:
+    'root:x:0:0:root:/:/usr/sbin/nologin\nagent:x:1000:1000:agent:/workspace:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n',
+  group: 'root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n',
+  hosts: '127.0.0.1 localhost\n::1 localhost\n',
+  hostname: 'sandbox\n',
+  'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n',
+};
+
+type Answer = { ok?: unknown; error?: string; errno?: number };
+
+/** Client of the Python process that mounts and launches. It ends when this process does, however. */
+export class Supervisor {
+  readonly ready: SupervisorReady;
+  readonly owner: string;
+  readonly ownerDir: string;
+  readonly #child: ChildProcess;
+  readonly #cgroups: CgroupHost | null;
+  readonly #pending = new Map<number, (answer: Answer) => void>();
+  readonly #exits = new Map<string, (exit: SandboxExit) => void>();
+  readonly #stderr: () => string;
+  #nextId = 1;
+  #gone = false;
+
+  private constructor(parts: {
+    child: ChildProcess;
+    ready: SupervisorReady;
+    owner: string;
+    ownerDir: string;
+    cgroups: CgroupHost | null;
+    stderr: () => string;
+    lines: AsyncIterableIterator<string>;
+  }) {
+    this.#child = parts.child;
+    this.ready = parts.ready;
+    this.owner = parts.owner;
+    this.ownerDir = parts.ownerDir;
+    this.#cgroups = parts.cgroups;
+    this.#stderr = parts.stderr;
+    void this.#listen(parts.lines);
+  }
+
+  /** Starts it and waits until it has namespaces and a working overlay; otherwise `SandboxUnavailable`. */
+  static async start(options: SupervisorOptions): Promise<Supervisor> {
+    const architecture = hostArchitecture();
+    if (!architecture)
+      throw new LonghaulError(
+        'SandboxUnavailable',
+        `bubblewrap: no system call filter for ${process.arch}`,
+      );
+    const owner = randomBytes(6).toString('hex');
+    const runDir = join(options.dir, 'run');
+    const layersDir = join(options.dir, 'layers');
+    const ownerDir = join(runDir, owner);
+    for (const path of [runDir, layersDir, ownerDir])
+      mkdirSync(path, { recursive: true, mode: 0o700 });
+    writeFileSync(join(ownerDir, 'filter.bpf'), seccompFilter(architecture));
+    const cgroups = options.cgroups ? ownerGroups(options.cgroups, owner) : [];
+    writeFileSync(
+      join(ownerDir, 'owner.json'),
+      JSON.stringify({ pid: process.pid, started: new Date().toISOString(), cgroups }),
+    );
+    if (options.cgroups) makeOwnerGroups(options.cgroups, owner);
+
+    const child = spawn(
+      options.python,
+      ['-I', '-S', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
+      { stdio: ['pipe', 'pipe', 'pipe'], env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' }, cwd: '/' },
+    );
+    let stderr = '';
+    child.stderr!.on('data', (chunk: Buffer) => {
+      stderr = (stderr + chunk.toString()).slice(-4000);
+    });
+    child.stdin!.on('error', () => {});
+    const failed = new Promise<never>((_, reject) => {
+      child.once('error', (error) => reject(error));
+    });
+    child.stdin!.write(
+      `${JSON.stringify({
+        runDir,
+        layersDir,
+        ownerDir,
+        bwrap: options.bwrap,
+        agent: fileURLToPath(new URL('./agent.py', import.meta.url)),
+        etc: ETC,
+        uidBase: options.uidBase,
+        uidBlocks: UID_BLOCKS,
+      })}\n`,
+    );
+    const lines = createInterface({ input: child.stdout! })[Symbol.asyncIterator]();
+    const first = await Promise.race([lines.next(), failed]).catch((error: Error) => ({
+      done: true as const,
+      value: error.message,
+    }));
+    const message = first.done
+      ? { event: 'failed', message: stderr.trim() || first.value || 'ended at once' }
+      : JSON.parse(first.value);
+    if (message.event !== 'ready') {
+      child.kill('SIGKILL');
+      if (options.cgroups) removeGroups(options.cgroups, owner);
+      rmSync(ownerDir, { recursive: true, force: true });
+      throw new LonghaulError('SandboxUnavailable', `bubblewrap: ${message.message}`, {
+        next: adviseOn(String(message.message)),
+      });
+    }
+    return new Supervisor({
+      child,
+      ready: message as SupervisorReady,
+      owner,
+      ownerDir,
+      cgroups: options.cgroups,
+      stderr: () => stderr,
+      lines,
+    });
+  }
+
+  get gone(): boolean {
+    return this.#gone;
+  }
+
+  async #listen(lines: AsyncIterableIterator<string>): Promise<void> {
+    for await (const line of lines) {
+      const message = JSON.parse(line);
+      if (message.event === 'exit') {
+        this.#exits.get(message.sid)?.({ status: message.status, stderr: message.stderr });
+      } else if (message.id !== undefined) {
+        this.#pending.get(message.id)?.(message);
+        this.#pending.delete(message.id);
+      }
+    }
+    this.#gone = true;
+    const reason = this.#stderr().trim().split('\n').at(-1) || 'it was ended from outside';
+    for (const settle of this.#pending.values())
+      settle({ error: `the supervisor is gone: ${reason}`, errno: 0 });
+    this.#pending.clear();
+    for (const notify of this.#exits.values())
+      notify({ status: -9, stderr: `the supervisor is gone: ${reason}` });
+  }
+
+  /** One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`. */
+  async request(op: string, fields: Record<string, unknown>): Promise<unknown> {
+    const id = this.#nextId++;
+    const answer = await new Promise<Answer>((resolve) => {
+      if (this.#gone) return resolve({ error: 'the supervisor is gone', errno: 0 });
+      this.#pending.set(id, resolve);
+      this.#child.stdin!.write(`${JSON.stringify({ id, op, ...fields })}\n`);
+    });
+    if (answer.error === undefined) return answer.ok;
+    const ENOSPC = 28;
+    const EDQUOT = 122;
+    const full = answer.errno === ENOSPC || answer.errno === EDQUOT;
+    throw new LonghaulError(
+      full ? 'DiskFull' : 'SandboxUnavailable',
+      `sandbox ${op}: ${answer.error}`,
+    );
+  }
+
+  /** Starts bubblewrap for an opened sandbox. The returned socket is the agent's standard input and output. */
+  launch(
+    sid: string,
+    argv: string[],
+    cgroups: string[],
+    onExit: (exit: SandboxExit) => void,
+  ): Promise<Socket> {
+    this.#exits.set(sid, onExit);
+    return new Promise((resolve, reject) => {
+      // Through a descriptor of the folder: the address of a unix socket holds 108 bytes.
+      const folder = openSync(this.ownerDir, 'r');
+      const socket = connect(`/proc/self/fd/${folder}/s`);
+      socket.once('error', (error) => {
+        closeSync(folder);
+        reject(
+          new LonghaulError('SandboxUnavailable', `sandbox launch: ${error.message}`, {
+            cause: error,
+          }),
+        );
+      });
+      socket.once('connect', () => {
+        closeSync(folder);
+        socket.removeAllListeners('error');
+        socket.write(`${JSON.stringify({ sid, argv, cgroups })}\n`);
+        resolve(socket);
+      });
+    });
+  }
+
+  forget(sid: string): void {
+    this.#exits.delete(sid);
+  }
+
+  /** Ends everything it started. The folder and the control groups go; durable layers stay. */
+  async close(): Promise<void> {
+    this.#exits.clear();
+    if (this.#child.exitCode === null && this.#child.signalCode === null) {
+      const ended = new Promise((resolve) => this.#child.once('exit', resolve));
+      this.#child.stdin!.end();
+      const timer = setTimeout(() => this.#child.kill('SIGKILL'), 5000);
+      await ended;
+      clearTimeout(timer);
+    }
+    // Groups first: while one is busy its record stays, and the next start removes both.
+    if (!this.#cgroups || removeGroups(this.#cgroups, this.owner))
+      rmSync(this.ownerDir, { recursive: true, force: true });
+  }
+}
+
+function removeGroups(host: CgroupHost, owner: string): boolean {
+  let all = true;
+  for (const group of ownerGroups(host, owner)) {
+    try {
+      rmdirSync(group);
+    } catch (error) {
+      all &&= (error as NodeJS.ErrnoException).code === 'ENOENT';
+    }
+  }
+  return all;
+}
+
+/** What a person does about a supervisor that could not start. */
+export function adviseOn(message: string): string {
+  if (/unshare|new namespaces|uid_map|setgroups|mount .*Operation not permitted/i.test(message))
+    return 'Allow user namespaces for this user (Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Debian: `sysctl kernel.unprivileged_userns_clone=1`), or run as root.';
+  if (/overlay/i.test(message))
+    return 'Load the overlay module (`modprobe overlay`) on a kernel of 6.6 or later, or run as root.';
+  return 'Run `longhaul doctor` to see what this machine lacks.';
+}

@@ -1,0 +1,173 @@
+import { LonghaulError } from '../core/index.ts';
+
+/** What the pool keeps ready. */
+export interface Poolable {
+  /** Whether it can be handed out. */
+  ping(): Promise<boolean>;
+  stop(): Promise<void>;
+}
+
+export interface PoolOptions<T> {
+  /** Makes one for a key's spec. */
+  make(key: string): Promise<T>;
+  /** Members kept ready for each key that was asked for. */
+  warm: number;
+  /** Members alive at once, ready ones included. Requests beyond it wait in order. */
+  maxLive: number;
+  /** How long a request waits for a place before `SandboxUnavailable`. */
+  waitMs: number;
+}
+
+interface Waiter {
+  grant(): void;
+}
+
+/**
+ * Warm pool with back-pressure. A request takes a ready member after a health probe, makes one where
+ * there is a place, or waits its turn. Broken members are replaced; ready ones make way when the place
+ * is needed for another spec.
+ */
+export class Pool<T extends Poolable> {
+  readonly #options: PoolOptions<T>;
+  readonly #ready = new Map<string, T[]>();
+  readonly #refilling = new Map<string, Promise<void>>();
+  readonly #waiters: Waiter[] = [];
+  #live = 0;
+  #closed = false;
+
+  constructor(options: PoolOptions<T>) {
+    this.#options = options;
+  }
+
+  /** Members alive, ready or handed out. */
+  get live(): number {
+    return this.#live;
+  }
+
+  /** Ready members of a key. */
+  ready(key: string): number {
+    return this.#ready.get(key)?.length ?? 0;
+  }
+
+  /** Keeps a key warm from now on, without waiting for it. */
+  prepare(key: string): void {
+    if (!this.#ready.has(key)) this.#ready.set(key, []);
+    this.#refill(key);
+  }
+
+  async acquire(key: string): Promise<T> {
+    this.prepare(key);
+    for (;;) {
+      const member = this.#ready.get(key)!.shift();
+      if (!member) break;
+      if (await member.ping()) {
+        this.#refill(key);
+        return member;
+      }
+      await this.#discard(member);
+    }
+    await this.#place(key);
+    try {
+      const member = await this.#options.make(key);
+      this.#refill(key);
+      return member;
+    } catch (error) {
+      this.release();
+      throw error;
+    }
+  }
+
+  /** A member that was handed out is gone: its place is free. */
+  release(): void {
+    this.#live--;
+    this.#waiters.shift()?.grant();
+  }
+
+  async #discard(member: T): Promise<void> {
+    try {
+      await member.stop();
+    } catch {
+      // a broken member that cannot be stopped either: its owner's end removes it
+    }
+  }
+
+  /** Takes a place, making room from idle members of other keys, or waits for one. */
+  async #place(key: string): Promise<void> {
+    if (this.#closed) throw closed();
+    if (this.#live >= this.#options.maxLive) {
+      const idle = [...this.#ready.entries()].find(([other, list]) => other !== key && list.length);
+      const victim = idle?.[1].shift();
+      if (victim) await this.#discard(victim);
+    }
+    if (this.#live < this.#options.maxLive) {
+      this.#live++;
+      return;
+    }
+    await new Promise<void>((resolve, reject) => {
+      const waiter: Waiter = {
+        grant: () => {
+          clearTimeout(timer);
+          this.#live++;
+          resolve();
+        },
+      };
+      const timer = setTimeout(() => {
+        this.#waiters.splice(this.#waiters.indexOf(waiter), 1);
+        reject(
+          new LonghaulError(
+            'SandboxUnavailable',
+            `all ${this.#options.maxLive} sandboxes were in use for ${this.#options.waitMs} ms`,
+            { next: 'Stop sandboxes that are no longer needed, or raise maxLive.' },
+          ),
+        );
+      }, this.#options.waitMs);
+      this.#waiters.push(waiter);
+    });
+    if (this.#closed) {
+      this.release();
+      throw closed();
+    }
+  }
+
+  /** One refill a key at a time; warm members never take a place that somebody waits for. */
+  #refill(key: string): void {
+    if (this.#closed || this.#refilling.has(key)) return;
+    const list = this.#ready.get(key)!;
+    const wanted = () =>
+      !this.#closed &&
+      list.length < this.#options.warm &&
+      this.#waiters.length === 0 &&
+      this.#live < this.#options.maxLive;
+    if (!wanted()) return;
+    const work = async () => {
+      while (wanted()) {
+        this.#live++;
+        try {
+          const member = await this.#options.make(key);
+          if (this.#closed) await this.#discard(member);
+          else list.push(member);
+        } catch {
+          // The next request makes one itself and gets the reason.
+          this.release();
+          break;
+        }
+      }
+    };
+    this.#refilling.set(
+      key,
+      work().finally(() => this.#refilling.delete(key)),
+    );
+  }
+
+  /** Stops the ready members and ends all waiting. Handed-out ones are their holders' to stop. */
+  async close(): Promise<void> {
+    this.#closed = true;
+    for (const waiter of this.#waiters.splice(0)) waiter.grant();
+    await Promise.all(this.#refilling.values());
+    const members = [...this.#ready.values()].flat();
+    this.#ready.clear();
+    await Promise.all(members.map((member) => this.#discard(member)));
+  }
+}
+
+const closed = () => new LonghaulError('SandboxUnavailable', 'the sandbox driver is closed');
