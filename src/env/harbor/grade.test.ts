@@ -3,6 +3,7 @@ import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { apply, type NewEvent, type Reward, type RunState } from '../../core/index.ts';
+import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { Sandbox, SandboxDriver } from '../../sandbox/contract.ts';
 import { type HarborSession, harborEnvironment } from './environment.ts';
 import { runSolution } from './solution.ts';
@@ -57,7 +58,7 @@ describe('grading in a sandbox', () => {
   let count = 0;
   beforeAll(async () => {
     root = mkdtempSync(join(tmpdir(), 'harbor-grade-'));
-    driver = await openDriver(root);
+    driver = await BubblewrapDriver.open({ dir: join(root, 'sandboxes') });
   });
   afterAll(async () => {
     await driver?.close();

@@ -5,6 +5,9 @@ const INSIDE_ID = '1000';
 /** Descriptor that the supervisor puts the filter on before it executes bubblewrap. */
 const FILTER_FD = '3';
 
+/** Paths that task formats write to by name: links into the sandbox's own /tmp, which no fork inherits. */
+const TASK_DIRECTORIES = ['tests', 'logs', 'solution'];
+
 /** Limits that the agent sets on itself and thereby on all processes inside, where no cgroup does it. */
 export interface AgentLimits {
   processes?: number;
@@ -52,6 +55,7 @@ export function bubblewrapCommand(sid: string, python: string, limits: AgentLimi
       `${own}/ws`,
       '/workspace',
     ],
+    ...TASK_DIRECTORIES.flatMap((name) => ['--symlink', `tmp/${name}`, `/${name}`]),
     ...['--dir', '/run', '--dir', '/var/tmp', '--remount-ro', '/', '--seccomp', FILTER_FD],
     ...['--', python, '-I', '-B', '/.agent.py', JSON.stringify(limits)],
   ];
