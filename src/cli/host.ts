@@ -75,6 +75,7 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
       signal: interrupt.signal,
       saveWorkspace: true,
       onEvent: (event: Event) => narrate(event),
+      isDead: (worker) => platform.isDead(worker),
       onWaiting: (worker) =>
         output.say(`waiting for the lease of ${worker} to run out (at most 8 s)`),
     });

@@ -45,6 +45,21 @@ export class Platform {
     return this.#sandboxes;
   }
 
+  /**
+   * Whether a worker is certainly gone: it ran on this machine, against the embedded store that only this
+   * machine reaches, and its process no longer exists.
+   */
+  isDead(worker: string): boolean {
+    const [machine, pid] = worker.split(':');
+    if (process.env.DATABASE_URL || machine !== hostname()) return false;
+    try {
+      process.kill(Number(pid), 0);
+      return false;
+    } catch (error) {
+      return (error as NodeJS.ErrnoException).code === 'ESRCH';
+    }
+  }
+
   /** Trainer and sampler take turns in the quickstart, so each may use every core. */
   engine(): Engine {
     if (this.#engine === null) {
