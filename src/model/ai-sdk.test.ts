@@ -4,7 +4,7 @@ import { inspect } from 'node:util';
 import { afterEach, describe, expect, it } from 'vitest';
 import { z } from 'zod';
 import { type ChatServer, type Scenario, startChatServer } from '../../test/chat-server/server.ts';
-import { LonghaulError, type Message } from '../core/index.ts';
+import { LonghaulError, Message } from '../core/index.ts';
 import type { Model, ModelRequest } from './contract.ts';
 import { resolveModel } from './resolve.ts';
 
@@ -183,6 +183,21 @@ describe('answers', () => {
     expect(sent[3]).toMatchObject({ tool_call_id: 'a', content: 'not JSON' });
   });
 
+  it("sends back what a vendor signed, after a round through the log's JSON", async () => {
+    const server = await serve([
+      { toolCalls: [{ id: 'a', name: 'shell', arguments: { command: 'ls' }, signature: 'c2ln' }] },
+      { text: 'done' },
+    ]);
+    const model = await modelAt(server.baseUrl);
+    const { message } = await model.complete(request());
+    const stored = Message.parse(JSON.parse(JSON.stringify(message)));
+    const result: Message = { role: 'tool', callId: 'a', tool: 'shell', content: 'a.txt' };
+    await model.complete(request({ messages: [...request().messages, stored, result] }));
+    expect(server.requests[1]!.body.messages[1]).toMatchObject({
+      tool_calls: [{ id: 'a', extra_content: { google: { thought_signature: 'c2ln' } } }],
+    });
+  });
+
   it('decodes arguments that were encoded twice', async () => {
     const twice = JSON.stringify(JSON.stringify({ command: 'ls' }));
     const server = await serve([{ toolCalls: [{ name: 'shell', arguments: twice }] }]);
@@ -305,6 +320,14 @@ describe('failures', () => {
     expect(server.count(0)).toBe(1);
     expect((await model.complete(request())).message.content).toBe('ok');
     expect(server.count(0)).toBe(2);
+  });
+
+  it('reads a date in retry-after', async () => {
+    const retryAfter = new Date(Date.now() + 3_600_000).toUTCString();
+    const server = await serve([{ error: { status: 503, retryAfter } }]);
+    const error = await failure((await modelAt(server.baseUrl)).complete(request()));
+    expect(error.retryAfterMs).toBeGreaterThan(3_000_000);
+    expect(error.retryAfterMs).toBeLessThanOrEqual(3_600_000);
   });
 
   it('does not retry an exhausted account', async () => {

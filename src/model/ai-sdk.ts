@@ -148,6 +148,7 @@ async function readAnswer(
           callId: wireIds?.has(part.toolCallId) === false ? '' : part.toolCallId,
           tool: part.toolName,
           input: parseToolInput(part.input),
+          ...(part.providerMetadata === undefined ? {} : { vendor: part.providerMetadata }),
         });
       } else if (part.type === 'error') {
         throw part.error;

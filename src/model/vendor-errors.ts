@@ -114,7 +114,7 @@ export async function classifyVendorError(
 }
 
 /** Base URL without credentials and query, fit for a message. */
-export function publicUrl(url: string): string {
+function publicUrl(url: string): string {
   try {
     const { origin, pathname } = new URL(url);
     return `${origin}${pathname.replace(/\/+$/, '')}`;
@@ -124,10 +124,7 @@ export function publicUrl(url: string): string {
 }
 
 /** Milliseconds of a `retry-after-ms` or `retry-after` header (seconds or a date); undefined if absent. */
-export function retryAfterMs(
-  headers: Readonly<Record<string, string | undefined>>,
-  now = Date.now(),
-): number | undefined {
+function retryAfterMs(headers: Readonly<Record<string, string>>): number | undefined {
   const find = (name: string) =>
     Object.entries(headers).find(([key]) => key.toLowerCase() === name)?.[1];
   const ms = Number(find('retry-after-ms') ?? Number.NaN);
@@ -137,7 +134,7 @@ export function retryAfterMs(
   const seconds = Number(text);
   if (Number.isFinite(seconds)) return seconds >= 0 ? seconds * 1000 : undefined;
   const date = Date.parse(text);
-  return Number.isNaN(date) ? undefined : Math.max(0, date - now);
+  return Number.isNaN(date) ? undefined : Math.max(0, date - Date.now());
 }
 
 interface Failure {

@@ -165,6 +165,9 @@ function wireCalls(reply: Reply, turn: number) {
   return (reply.toolCalls ?? []).map((call, i) => ({
     ...(call.id === null ? {} : { id: call.id ?? `call-${turn}-${i}` }),
     type: 'function' as const,
+    ...(call.signature === undefined
+      ? {}
+      : { extra_content: { google: { thought_signature: call.signature } } }),
     function: {
       name: call.name,
       arguments:
