@@ -5,7 +5,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { z } from 'zod';
 import { type Reply, Scenario } from './scenario.ts';
 
-export type { Reply, Scenario } from './scenario.ts';
+export type { Scenario } from './scenario.ts';
 
 const ChatBody = z.looseObject({
   model: z.string(),
@@ -16,7 +16,7 @@ const ChatBody = z.looseObject({
 type ChatBody = z.infer<typeof ChatBody>;
 
 /** A chat request as it came. `attempt` counts the requests for its turn, from 0. */
-export interface RecordedRequest {
+interface RecordedRequest {
   turn: number;
   attempt: number;
   body: ChatBody;
