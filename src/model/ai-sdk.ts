@@ -91,6 +91,7 @@ function callOptions(
     maxOutputTokens: request.maxOutputTokens,
     temperature,
     abortSignal,
+    includeRawChunks: true,
     ...(topP === undefined ? {} : { topP }),
     // OpenAI-compatible servers take top_k in the body, though the wire format has no such field.
     ...(topK === undefined ? {} : { topK, providerOptions: { openaiCompatible: { top_k: topK } } }),
@@ -112,6 +113,7 @@ async function readAnswer(
   let reasoning = '';
   let size = 0;
   const calls: ToolCall[] = [];
+  let wireIds: Set<string> | null = null;
   let finish: Extract<StreamPart, { type: 'finish' }> | undefined;
   const grow = (text: string) => {
     size += text.length;
@@ -127,7 +129,10 @@ async function readAnswer(
       const { done, value: part } = await limits.race(reader.read());
       if (done) break;
       limits.touch();
-      if (part.type === 'text-delta') {
+      if (part.type === 'raw') {
+        const ids = chatCallIds(part.rawValue);
+        if (ids !== null) wireIds = new Set([...(wireIds ?? []), ...ids]);
+      } else if (part.type === 'text-delta') {
         grow(part.delta);
         content += part.delta;
         if (part.delta !== '') request.onText?.(part.delta);
@@ -139,9 +144,11 @@ async function readAnswer(
       } else if (part.type === 'tool-call') {
         if (part.providerExecuted === true) continue;
         calls.push({
-          callId: part.toolCallId,
+          // An id the SDK made up is random: empty here, so that a stable one takes its place.
+          callId: wireIds?.has(part.toolCallId) === false ? '' : part.toolCallId,
           tool: part.toolName,
           input: parseToolInput(part.input),
+          ...(part.providerMetadata === undefined ? {} : { vendor: part.providerMetadata }),
         });
       } else if (part.type === 'error') {
         throw part.error;
@@ -174,6 +181,16 @@ async function readAnswer(
     },
     provenance: 'none',
   };
+}
+
+/** Ids of the tool calls in a chat-completions chunk; null where it has none or is another format. */
+function chatCallIds(chunk: unknown): string[] | null {
+  const { choices } = (chunk ?? {}) as { choices?: { delta?: { tool_calls?: unknown } }[] };
+  const calls = Array.isArray(choices) ? choices[0]?.delta?.tool_calls : undefined;
+  if (!Array.isArray(calls) || calls.length === 0) return null;
+  return calls.flatMap((call: { id?: unknown } | null) =>
+    typeof call?.id === 'string' ? [call.id] : [],
+  );
 }
 
 /** Some servers say `stop` when they call tools; a cut or filtered answer stays one. */
@@ -226,7 +243,7 @@ class CallLimits {
     );
     this.#idle = setTimeout(
       () =>
-        end(
+        stop(
           new LonghaulError('ModelUnreachable', `${ref} was silent for ${idleTimeoutMs / 1000} s`),
         ),
       idleTimeoutMs,

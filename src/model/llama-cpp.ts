@@ -1,4 +1,4 @@
-import { access } from 'node:fs/promises';
+import { open } from 'node:fs/promises';
 import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
 import {
@@ -16,6 +16,8 @@ const PACKAGE = 'node-llama-cpp';
 const INSTALL = 'node-llama-cpp@3.21.1';
 /** Less room than this for an answer counts as a conversation that is too long. */
 const MIN_ANSWER_TOKENS = 16;
+/** Tensors and metadata a GGUF header may announce; real ones have some thousands at most. */
+const MAX_GGUF_ENTRIES = 1_000_000n;
 
 /** The part of node-llama-cpp that is used here: the package is optional, so are its types. */
 interface LlamaPackage {
@@ -83,8 +85,8 @@ export interface LlamaCppOptions {
  * also those never taught to call tools. Calls take turns; the text of an answer that may be a tool call
  * goes to `onText` when it is whole.
  *
- * `ConfigInvalid` when the package is missing, `NotFound` for a missing file, `EngineFailed` when it does
- * not load, `ContextTooLong`, `Interrupted` on abort.
+ * `ConfigInvalid` when the package is missing or the file is no GGUF, `NotFound` for a missing file,
+ * `EngineFailed` when it does not load, `ContextTooLong`, `Interrupted` on abort.
  */
 export function llamaCppModel(options: LlamaCppOptions): Model {
   const path = resolve(options.path);
@@ -122,13 +124,7 @@ async function load(path: string, options: LlamaCppOptions): Promise<Loaded> {
     INSTALL,
     options.folders ?? [],
   )) as unknown as LlamaPackage;
-  try {
-    await access(path);
-  } catch {
-    throw new LonghaulError('NotFound', `No model file at ${path}`, {
-      next: 'Name a GGUF file that exists: llama-cpp/PATH.gguf.',
-    });
-  }
+  await checkHeader(path);
   const threads = options.threads ?? Math.max(1, availableParallelism() - 1);
   try {
     const llama = await found.getLlama({
@@ -157,6 +153,30 @@ async function load(path: string, options: LlamaCppOptions): Promise<Loaded> {
         cause: error,
       },
     );
+  }
+}
+
+/** The library reads on for minutes in a file that is something else: refused here by its first bytes. */
+async function checkHeader(path: string): Promise<void> {
+  const header = Buffer.alloc(24);
+  try {
+    const file = await open(path);
+    await file.read(header, 0, header.length, 0).finally(() => file.close());
+  } catch (error) {
+    throw new LonghaulError('NotFound', `No readable model file at ${path}`, {
+      next: 'Name a GGUF file that exists: llama-cpp/PATH.gguf.',
+      cause: error,
+    });
+  }
+  const known =
+    header.toString('latin1', 0, 4) === 'GGUF' &&
+    [2, 3].includes(header.readUInt32LE(4)) &&
+    header.readBigUInt64LE(8) < MAX_GGUF_ENTRIES &&
+    header.readBigUInt64LE(16) < MAX_GGUF_ENTRIES;
+  if (!known) {
+    throw new LonghaulError('ConfigInvalid', `${path} is not a GGUF file of version 2 or 3`, {
+      next: 'Name a chat model in GGUF format: llama-cpp/PATH.gguf.',
+    });
   }
 }
 

@@ -3,7 +3,7 @@ export interface ProviderPackage {
   package: string;
   /** What to install: the major release that goes with AI SDK 7 (older ones are adapted). */
   install: string;
-  /** Factory that takes `{ apiKey }` and gives a function from a model's name to a model. */
+  /** Factory that takes `{ apiKey, fetch }` and gives a function from a model's name to a model. */
   factory: string;
   /** Environment variable of the key. */
   keyName: string;

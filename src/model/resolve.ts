@@ -3,6 +3,7 @@ import type { LanguageModel } from 'ai';
 import { LonghaulError } from '../core/index.ts';
 import { aiSdkModel } from './ai-sdk.ts';
 import type { Model } from './contract.ts';
+import { limitedFetch } from './limited-fetch.ts';
 import { llamaCppModel } from './llama-cpp.ts';
 import { importOptional } from './optional-package.ts';
 import { LOCAL_SERVERS, PROVIDER_PACKAGES, type ProviderPackage } from './providers.ts';
@@ -74,6 +75,7 @@ function compatibleModel(
     name: COMPATIBLE,
     baseURL,
     includeUsage: true,
+    fetch: limitedFetch,
     ...(apiKey === '' ? {} : { apiKey }),
   })(name);
   return aiSdkModel(model, {
@@ -104,7 +106,7 @@ async function packagedModel(
       next: `Set ${known.keyName} in the environment.`,
     });
   }
-  const model = create({ apiKey })(name) as Exclude<LanguageModel, string>;
+  const model = create({ apiKey, fetch: limitedFetch })(name) as Exclude<LanguageModel, string>;
   return aiSdkModel(model, {
     ...limits(options),
     ref: options.ref,
@@ -146,7 +148,7 @@ function secretsOf(apiKey: string, baseUrl: string): string[] {
 /** Names under GET /models; null when the endpoint does not say within five seconds. */
 async function listServedModels(baseUrl: string, apiKey: string): Promise<string[] | null> {
   try {
-    const response = await fetch(`${baseUrl}/models`, {
+    const response = await limitedFetch(`${baseUrl}/models`, {
       headers: apiKey === '' ? {} : { authorization: `Bearer ${apiKey}` },
       signal: AbortSignal.timeout(5000),
     });

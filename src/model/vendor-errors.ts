@@ -35,7 +35,8 @@ export async function classifyVendorError(
   thrown: unknown,
   endpoint: Endpoint,
 ): Promise<LonghaulError> {
-  if (thrown instanceof LonghaulError) return thrown;
+  const own = causes(thrown).find((cause) => cause instanceof LonghaulError);
+  if (own !== undefined) return own;
   const failure = readFailure(thrown);
   const redactor = new Redactor(endpoint.secrets);
   const said = redactor.text(failure.text).replace(/\s+/g, ' ').trim().slice(0, QUOTE_CHARS);
@@ -103,9 +104,6 @@ export async function classifyVendorError(
       failure.retryAfterMs,
     );
   }
-  if (status < 400) {
-    return make('ModelMalformed', `The answer of ${where} broke the wire format${quote}`);
-  }
   return make(
     'ModelRefused',
     answered,
@@ -116,7 +114,7 @@ export async function classifyVendorError(
 }
 
 /** Base URL without credentials and query, fit for a message. */
-export function publicUrl(url: string): string {
+function publicUrl(url: string): string {
   try {
     const { origin, pathname } = new URL(url);
     return `${origin}${pathname.replace(/\/+$/, '')}`;
@@ -126,10 +124,7 @@ export function publicUrl(url: string): string {
 }
 
 /** Milliseconds of a `retry-after-ms` or `retry-after` header (seconds or a date); undefined if absent. */
-export function retryAfterMs(
-  headers: Readonly<Record<string, string | undefined>>,
-  now = Date.now(),
-): number | undefined {
+function retryAfterMs(headers: Readonly<Record<string, string>>): number | undefined {
   const find = (name: string) =>
     Object.entries(headers).find(([key]) => key.toLowerCase() === name)?.[1];
   const ms = Number(find('retry-after-ms') ?? Number.NaN);
@@ -139,7 +134,7 @@ export function retryAfterMs(
   const seconds = Number(text);
   if (Number.isFinite(seconds)) return seconds >= 0 ? seconds * 1000 : undefined;
   const date = Date.parse(text);
-  return Number.isNaN(date) ? undefined : Math.max(0, date - now);
+  return Number.isNaN(date) ? undefined : Math.max(0, date - Date.now());
 }
 
 interface Failure {
@@ -180,6 +175,12 @@ function readFailure(thrown: unknown): Failure {
     if (typeof error.responseBody === 'string') {
       failure.text = bodyText(error.responseBody) ?? failure.text;
     }
+    if (failure.status !== null && failure.status < 400) {
+      // Accepted, then failed while it was read: the reason is the cause, a broken connection or form.
+      failure.status = null;
+      failure.malformed = true;
+      if (error.cause instanceof Error) failure.text = error.cause.message;
+    }
   } else if (!(thrown instanceof Error)) {
     // An error object inside the stream: `{ message, type, code }`, the code sometimes an HTTP status.
     const code = Number(error.code ?? error.status_code ?? Number.NaN);
@@ -208,25 +209,22 @@ function bodyText(body: string): string | null {
 }
 
 function networkCode(thrown: unknown): string | null {
-  const seen = new Set<unknown>();
-  let current = thrown;
-  while (typeof current === 'object' && current !== null && !seen.has(current)) {
-    seen.add(current);
-    const { code, errors, cause } = current as {
-      code?: unknown;
-      errors?: unknown;
-      cause?: unknown;
-    };
-    if (
-      current instanceof Error &&
-      typeof code === 'string' &&
-      /^(E[A-Z_]+|UND_ERR_|CERT_|DEPTH_|SELF_|UNABLE_|HPE_)/.test(code)
-    ) {
-      return code;
-    }
-    current = Array.isArray(errors) ? errors[0] : cause;
+  for (const error of causes(thrown)) {
+    const { code } = error as NodeJS.ErrnoException;
+    if (/^(E[A-Z_]+|UND_ERR_|CERT_|DEPTH_|SELF_|UNABLE_|HPE_)/.test(code ?? '')) return code!;
   }
   return null;
+}
+
+/** An error and what caused it, outermost first; of several tried addresses the first. */
+function causes(thrown: unknown): Error[] {
+  const chain: Error[] = [];
+  let current = thrown;
+  while (current instanceof Error && !chain.includes(current)) {
+    chain.push(current);
+    current = current instanceof AggregateError ? current.errors[0] : current.cause;
+  }
+  return chain;
 }
 
 function networkWords(code: string | null): string {

@@ -35,6 +35,9 @@ export function toVendorPrompt(messages: readonly Message[]): Prompt {
             toolCallId: call.callId,
             toolName: call.tool,
             input: sendableInput(call.input),
+            ...(call.vendor === undefined
+              ? {}
+              : { providerOptions: call.vendor as NonNullable<CallOptions['providerOptions']> }),
           });
         }
         prompt.push({ role: 'assistant', content });

@@ -15,6 +15,8 @@ export const Reply = z.strictObject({
         name: z.string(),
         /** Text is sent as it is, so that it may be broken JSON. */
         arguments: z.union([z.string(), z.record(z.string(), z.unknown())]),
+        /** Sent as `extra_content.google.thought_signature`, which the vendor wants back. */
+        signature: z.string().optional(),
       }),
     )
     .optional(),

@@ -5,7 +5,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { z } from 'zod';
 import { type Reply, Scenario } from './scenario.ts';
 
-export type { Reply, Scenario } from './scenario.ts';
+export type { Scenario } from './scenario.ts';
 
 const ChatBody = z.looseObject({
   model: z.string(),
@@ -16,7 +16,7 @@ const ChatBody = z.looseObject({
 type ChatBody = z.infer<typeof ChatBody>;
 
 /** A chat request as it came. `attempt` counts the requests for its turn, from 0. */
-export interface RecordedRequest {
+interface RecordedRequest {
   turn: number;
   attempt: number;
   body: ChatBody;
@@ -165,6 +165,9 @@ function wireCalls(reply: Reply, turn: number) {
   return (reply.toolCalls ?? []).map((call, i) => ({
     ...(call.id === null ? {} : { id: call.id ?? `call-${turn}-${i}` }),
     type: 'function' as const,
+    ...(call.signature === undefined
+      ? {}
+      : { extra_content: { google: { thought_signature: call.signature } } }),
     function: {
       name: call.name,
       arguments:
