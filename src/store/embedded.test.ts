@@ -12,12 +12,13 @@ import {
   rmSync,
   statSync,
   unlinkSync,
+  utimesSync,
   writeFileSync,
 } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { basename, dirname, join } from 'node:path';
 import pg from 'pg';
-import { afterEach, describe, expect, test } from 'vitest';
+import { afterAll, afterEach, describe, expect, test } from 'vitest';
 import { embeddedStatus, openStore, stopEmbedded } from './index.ts';
 import { isAlive } from './pidfile.ts';
 import { serverFailure } from './server.ts';
@@ -25,6 +26,7 @@ import { newRunId, SPEC, TestHomes, userMessage } from './test-home.ts';
 
 const homes = new TestHomes();
 afterEach(() => homes.remove());
+afterAll(() => homes.removeAll());
 
 const index = import.meta.resolve('./index.ts');
 const isRoot = process.getuid?.() === 0;
@@ -77,7 +79,7 @@ describe('who stops the server', () => {
   });
 
   test('a killed process leaves it to others, who find it and stop it', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const holder = homes.process(HOLD, [home]);
     expect(await holder.line()).toBe('open');
     const pid = await pidOf(home);
@@ -90,7 +92,7 @@ describe('who stops the server', () => {
   });
 
   test('stopEmbedded stops it under a process, whose next statement starts it again', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const store = await openStore({ home });
     const pid = await pidOf(home);
     expect(await stopEmbedded(home)).toBe(true);
@@ -104,7 +106,7 @@ describe('who stops the server', () => {
 
 describe('processes that are killed', () => {
   test('the server is killed while processes use it: they go on, nothing is lost', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const store = await openStore({ home });
     const runId = newRunId();
     await store.log.create(runId, SPEC);
@@ -132,7 +134,7 @@ describe('processes that are killed', () => {
   });
 
   test('Node and the server are both killed, and the pid now belongs to another program', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const runId = await writeSomething(home);
     const holder = homes.process(HOLD, [home]);
     await holder.line();
@@ -149,7 +151,7 @@ describe('processes that are killed', () => {
   });
 
   test('the socket file is deleted: the server is replaced', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const holder = homes.process(HOLD, [home]);
     await holder.line();
     const pid = await pidOf(home);
@@ -157,6 +159,14 @@ describe('processes that are killed', () => {
     const store = await openStore({ home });
     expect(await pidOf(home)).not.toBe(pid);
     await store.close();
+  });
+
+  test('a server died before it wrote its pid file', async () => {
+    const home = await homes.initialised();
+    const pidFile = join(home, 'postgres', 'data', 'postmaster.pid');
+    writeFileSync(pidFile, '');
+    utimesSync(pidFile, 0, 0);
+    await writeSomething(home);
   });
 
   test('initdb is killed in the middle: its rest is removed and the start is clean', async () => {
@@ -200,7 +210,7 @@ describe('places', () => {
   });
 
   test('nothing of it is open to others, and it does not listen on TCP', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const store = await openStore({ home });
     const { socketDir } = await embeddedStatus(home);
     const root = join(home, 'postgres');
@@ -219,7 +229,7 @@ describe('places', () => {
   });
 
   test('a copied home has a server of its own, a moved one keeps its server', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const runId = await writeSomething(home);
     const holder = homes.process(HOLD, [home]);
     await holder.line();
@@ -237,7 +247,7 @@ describe('places', () => {
   });
 
   test('data that was deleted under its server does not come back from it', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     const runId = await writeSomething(home);
     const holder = homes.process(HOLD, [home]);
     await holder.line();
@@ -298,7 +308,7 @@ describe.skipIf(!isRoot)('as root (needs a root shell)', () => {
   });
 
   test('where namespaces are forbidden it runs as an unprivileged user', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     chmodSync(dirname(home), 0o700);
     const runId = await writeSomething(home);
     const bin = homes.create();
@@ -320,7 +330,7 @@ describe.skipIf(!isRoot)('as root (needs a root shell)', () => {
   });
 
   test('the home of a user is not taken over by root', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     await writeSomething(home);
     execFileSync('chown', ['-R', '1234:1234', join(home, 'postgres', 'data')]);
     await expect(openStore({ home })).rejects.toMatchObject({ code: 'StoreReadOnly' });
@@ -349,7 +359,7 @@ describe('what the user is told', () => {
   });
 
   test('a server that cannot start: its own words, and its log', async () => {
-    const home = homes.create();
+    const home = await homes.initialised();
     await writeSomething(home);
     writeFileSync(join(home, 'postgres', 'data', 'postgresql.auto.conf'), 'no_such_setting = 1');
     await expect(openStore({ home })).rejects.toMatchObject({

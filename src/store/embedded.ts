@@ -65,7 +65,8 @@ export async function attachEmbedded(home: string): Promise<Attachment> {
     if (output === null) continue;
     failure = output;
     // Another process won the start, or processes of a killed server are still on their way out.
-    const transient = /"postmaster\.pid" already exists|pre-existing shared memory block/;
+    const transient =
+      /"postmaster\.pid" (already exists|is empty)|pre-existing shared memory block/;
     if (!transient.test(output))
       throw serverFailure(output, 'the embedded Postgres does not start', paths.root);
     await sleep(50);

@@ -1,7 +1,7 @@
 import { spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
 import { chownSync, closeSync, lstatSync, openSync, readFileSync, statSync } from 'node:fs';
-import { mkdir, mkdtemp, readdir, realpath, rename, rm } from 'node:fs/promises';
+import { chmod, mkdir, mkdtemp, readdir, realpath, rename, rm } from 'node:fs/promises';
 import { platform, tmpdir } from 'node:os';
 import { basename, join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
@@ -24,6 +24,7 @@ export const DATABASE_USER = 'longhaul';
 const MAX_SOCKET_PATH = platform() === 'linux' ? 107 : 103;
 const SOCKET_NAME = '.s.PGSQL.5432';
 const SOCKET_FOLDER_PREFIX = 'longhaul-';
+const EMPTY_PID_FILE_MS = 5000;
 const MAX_LOG_BYTES = 10 * 1024 * 1024;
 
 /** Paths for a home; creates the folder `postgres` in it, closed to others. */
@@ -107,6 +108,12 @@ export async function spawnServer(
   const binaries = await findBinaries(paths.links);
   const launcher = unprivilegedLauncher();
   await giveTo(launcher, paths);
+  await removeEmptyPidFile(paths);
+  // A home that was copied without its modes; Postgres insists on a closed folder, and so do we.
+  for (const folder of [paths.root, paths.dataDir])
+    await chmod(folder, 0o700).catch((thrown) => {
+      throw fileError(thrown, folder);
+    });
   const old = readPidFile(paths.dataDir);
   if (old?.dataDir === paths.dataDir) await removeSocketDir(old.socketDir);
   const socketDir = await makeSocketDir(paths);
@@ -173,6 +180,18 @@ export async function spawnServer(
   });
   child.unref();
   return { pid: child.pid ?? -1, socketDir, ended };
+}
+
+/**
+ * A server that died between creating and writing its pid file leaves an empty one, on which every later
+ * one gives up. A live starter needs microseconds for it; should one be this late after all, the check of
+ * shared memory stops it.
+ */
+async function removeEmptyPidFile(paths: ServerPaths): Promise<void> {
+  const path = join(paths.dataDir, 'postmaster.pid');
+  const file = statSync(path, { throwIfNoEntry: false });
+  if (file?.size === 0 && Date.now() - file.mtimeMs > EMPTY_PID_FILE_MS)
+    await rm(path, { force: true });
 }
 
 /** Data files belong to whom the server runs as; another way of running was possible last time. */

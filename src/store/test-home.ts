@@ -1,15 +1,17 @@
 import { type ChildProcess, spawn } from 'node:child_process';
-import { mkdirSync, mkdtempSync, rmSync } from 'node:fs';
+import { cpSync, mkdirSync, mkdtempSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { ulid } from 'ulid';
 import type { NewEvent, RunSpec } from '../core/index.ts';
 import { stopEmbedded } from './embedded.ts';
+import { initialise, preparePaths } from './server.ts';
 
 /** For this room's tests: homes that are removed with their servers, and real processes that use them. */
 export class TestHomes {
   readonly #folders: string[] = [];
   readonly #homes: string[] = [];
+  #template: string | null = null;
   readonly #children = new Set<TestProcess>();
 
   /** A home folder that does not exist yet, below a closed folder. */
@@ -22,6 +24,17 @@ export class TestHomes {
     return home;
   }
 
+  /** A home whose data directory is there already: a copy, since initialising one takes long. */
+  async initialised(...below: string[]): Promise<string> {
+    if (this.#template === null) {
+      this.#template = mkdtempSync(join(tmpdir(), 'lh-store-test-'));
+      await initialise(await preparePaths(this.#template));
+    }
+    const home = this.create(...below);
+    cpSync(this.#template, home, { recursive: true });
+    return home;
+  }
+
   /** Runs TypeScript in a process of its own, with `argv` behind the file's own two arguments. */
   process(
     source: string,
@@ -31,6 +44,12 @@ export class TestHomes {
     const child = new TestProcess(source, argv, options);
     this.#children.add(child);
     return child;
+  }
+
+  /** To be called once, at the end: the template goes too. */
+  async removeAll(): Promise<void> {
+    await this.remove();
+    if (this.#template !== null) rmSync(this.#template, { recursive: true, force: true });
   }
 
   /** Ends the processes, stops the servers and removes the folders. */
