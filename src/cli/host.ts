@@ -1,4 +1,4 @@
-import { coder } from '../agent/index.ts';
+import { type AgentDefinition, coder } from '../agent/index.ts';
 import {
   attribute,
   type Event,
@@ -9,7 +9,10 @@ import {
 } from '../core/index.ts';
 import type { Environment, TaskRef, TaskSession } from '../env/contract.ts';
 import { harborEnvironment } from '../env/harbor/index.ts';
+import { programs } from '../env/programs/environment.ts';
 import { runHosted } from '../run/index.ts';
+import type { SandboxCapabilities } from '../sandbox/contract.ts';
+import { programmer } from '../train/index.ts';
 import { systemClock } from './clock.ts';
 import { openModel } from './models.ts';
 import { narrator, rewardText } from './narrate.ts';
@@ -17,15 +20,19 @@ import { style } from './output.ts';
 import type { Platform } from './platform.ts';
 
 /** The environments a task reference may name. */
-function environment(name: string): Environment {
+function environment(name: string, languages: SandboxCapabilities['languages']): Environment {
   if (name === 'harbor') return harborEnvironment();
+  if (name === 'programs') return programs(languages.includes('python') ? 'python' : 'javascript');
   throw new LonghaulError('TaskInvalid', `this version knows no environment "${name}"`);
 }
 
 /** Opens the task that a run's spec names; refuses one whose files changed since the run began. */
-export async function openTask(spec: RunSpec): Promise<TaskSession> {
+async function openTask(
+  spec: RunSpec,
+  languages: SandboxCapabilities['languages'],
+): Promise<TaskSession> {
   const ref = JSON.parse(spec.task.ref) as TaskRef;
-  const session = await environment(ref.environment).open(ref);
+  const session = await environment(ref.environment, languages).open(ref);
   if (spec.task.hash !== undefined && session.hash !== spec.task.hash) {
     throw new LonghaulError(
       'TaskInvalid',
@@ -38,12 +45,18 @@ export async function openTask(spec: RunSpec): Promise<TaskSession> {
   return session;
 }
 
+function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinition {
+  if (spec.agent === 'coder') return coder(capabilities);
+  if (spec.agent === 'programmer') return programmer(80, { temperature: 0 });
+  throw new LonghaulError('ConfigInvalid', `this version knows no agent "${spec.agent}"`);
+}
+
 /** Drives a run to its end or pause while a person watches, and says what to do next. */
 export async function host(platform: Platform, runId: string, spec: RunSpec): Promise<number> {
   const { output } = platform;
-  const session = await openTask(spec);
-  const store = await platform.store();
   const driver = await platform.sandboxes();
+  const session = await openTask(spec, driver.capabilities.languages);
+  const store = await platform.store();
   const model = await openModel(platform, spec.model);
   const interrupt = onInterrupt(() =>
     output.say('\nstopping after this call; Ctrl-C again ends at once (the log stays whole)'),
@@ -53,7 +66,7 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
     const state = await runHosted(runId, {
       log: store.log,
       session,
-      agent: coder(driver.capabilities),
+      agent: agentOf(spec, driver.capabilities),
       model,
       sandboxes: driver,
       artifacts: store.artifacts,
@@ -62,6 +75,7 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
       signal: interrupt.signal,
       saveWorkspace: true,
       onEvent: (event: Event) => narrate(event),
+      isDead: (worker) => platform.isDead(worker),
       onWaiting: (worker) =>
         output.say(`waiting for the lease of ${worker} to run out (at most 8 s)`),
     });

@@ -4,6 +4,9 @@ import { attribute, type LonghaulError, RunKind, RunStatus } from '../core/index
 import { Output } from './output.ts';
 import { Platform } from './platform.ts';
 
+/** Leaves a margin to ten minutes on a loaded machine. */
+const DEFAULT_MINUTES = 7;
+
 /** Exit codes: 0 done, 1 the work failed, 2 wrong usage, 3 environment or infrastructure. */
 export async function main(argv: readonly string[]): Promise<void> {
   const program = build();
@@ -53,6 +56,32 @@ function build(): Command {
         await platform.close();
       }
     };
+
+  const seed = new Option('--seed <n>', 'seed of everything that is drawn')
+    .argParser(whole)
+    .default(0);
+  const minutes = new Option(
+    '--minutes <n>',
+    'time budget on two cores; it chooses the number of steps',
+  )
+    .argParser(number)
+    .default(DEFAULT_MINUTES);
+  const control = new Option(
+    '--control <name>',
+    'what takes the place of the true reward, to see what it is worth',
+  ).choices(['random-reward', 'supervised', 'shuffled-feedback']);
+
+  program
+    .command('quickstart')
+    .description('post-train a small agent on this machine and host it (what `npm start` does)')
+    .addOption(seed)
+    .addOption(minutes)
+    .addOption(control)
+    .action(
+      command(async (platform, _, options) =>
+        (await import('./commands/train.ts')).quickstart(platform, options),
+      ),
+    );
 
   program
     .command('run')
@@ -144,7 +173,50 @@ function build(): Command {
       ),
     );
 
+  program
+    .command('train')
+    .description(
+      'the training job of the quickstart alone; `--resume` goes on with an interrupted one',
+    )
+    .addOption(seed)
+    .addOption(minutes)
+    .addOption(control)
+    .option('--resume [job]', 'a job id, its end, or the newest')
+    .action(
+      command(async (platform, _, options: TrainFlags) =>
+        (await import('./commands/train.ts')).train(platform, {
+          ...options,
+          ...(options.resume === true ? { resume: 'last' } : {}),
+        } as never),
+      ),
+    );
+
+  program
+    .command('doctor')
+    .description('what this machine can do, what it lacks, and how to get it')
+    .option('--stop-store', 'end the embedded Postgres of this home')
+    .action(
+      command(async (platform, _, options) =>
+        (await import('./commands/doctor.ts')).doctor(platform, options),
+      ),
+    );
+
+  program
+    .command('bench')
+    .description('measure figures against their bars')
+    .argument('<room>', 'skeleton')
+    .argument('[row]', 'one row of it')
+    .action(
+      command(async (platform, [room = '', row]) =>
+        (await import('./commands/bench.ts')).bench(platform, room, row),
+      ),
+    );
+
   return program;
+}
+
+interface TrainFlags {
+  resume?: string | true;
 }
 
 function version(): string {

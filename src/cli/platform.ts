@@ -1,6 +1,8 @@
-import { hostname } from 'node:os';
+import { availableParallelism, hostname } from 'node:os';
 import { join } from 'node:path';
 import { LonghaulError, Redactor } from '../core/index.ts';
+import type { Engine } from '../engine/contract.ts';
+import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import type { SandboxDriver } from '../sandbox/contract.ts';
 import { openSandboxes } from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
@@ -14,6 +16,7 @@ export class Platform {
   readonly worker = `${hostname()}:${process.pid}`;
   readonly #closers: (() => Promise<void>)[] = [];
   #store: Promise<Store> | null = null;
+  #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
 
   constructor(home: string, output: Output) {
@@ -40,6 +43,32 @@ export class Platform {
       return driver;
     })();
     return this.#sandboxes;
+  }
+
+  /**
+   * Whether a worker is certainly gone: it ran on this machine, against the embedded store that only this
+   * machine reaches, and its process no longer exists.
+   */
+  isDead(worker: string): boolean {
+    const [machine, pid] = worker.split(':');
+    if (process.env.DATABASE_URL || machine !== hostname()) return false;
+    try {
+      process.kill(Number(pid), 0);
+      return false;
+    } catch (error) {
+      return (error as NodeJS.ErrnoException).code === 'ESRCH';
+    }
+  }
+
+  /** Trainer and sampler take turns in the quickstart, so each may use every core. */
+  engine(): Engine {
+    if (this.#engine === null) {
+      const threads = availableParallelism();
+      const engine = createEmbeddedEngine({ trainerThreads: threads, samplerThreads: threads });
+      this.#closers.push(() => engine.close());
+      this.#engine = engine;
+    }
+    return this.#engine;
   }
 
   /** Closed with the platform, last opened first. */

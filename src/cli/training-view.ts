@@ -56,10 +56,13 @@ export class TrainingView {
     const parts = [`${bar} ${step}/${of}`];
     if (values.reward !== undefined) parts.push(`reward ${values.reward.toFixed(2)}`);
     if (values.solved !== undefined) parts.push(`solved ${percent(values.solved)}`);
-    if (values.loss !== undefined && values.reward === undefined) parts.push(`loss ${values.loss.toFixed(3)}`);
+    if (values.loss !== undefined && values.reward === undefined)
+      parts.push(`loss ${values.loss.toFixed(3)}`);
     const seconds = values.seconds ?? 0;
-    if (values.rollouts && seconds > 0) parts.push(`${(values.rollouts / seconds).toFixed(0)} rollouts/s`);
-    else if (values.tokens && seconds > 0) parts.push(`${(values.tokens / seconds / 1000).toFixed(1)}k tokens/s`);
+    if (values.rollouts && seconds > 0)
+      parts.push(`${(values.rollouts / seconds).toFixed(0)} rollouts/s`);
+    else if (values.tokens && seconds > 0)
+      parts.push(`${(values.tokens / seconds / 1000).toFixed(1)}k tokens/s`);
     parts.push(`${duration(secondsLeft * 1000)} left in all`);
     const line = `  ${parts.join('  ')}`;
     if (this.#live) {
@@ -110,7 +113,11 @@ export function table(before: Evaluation, after: Evaluation): string[] {
     ['greedy', 'greedy'],
   ] as const;
   const rows = [['tasks', 'solved by', 'before', 'after', 'change']];
-  const domains: [string, Pick<Evaluation, 'first' | 'any' | 'greedy'>, Pick<Evaluation, 'first' | 'any' | 'greedy'>][] = [
+  const domains: [
+    string,
+    Pick<Evaluation, 'first' | 'any' | 'greedy'>,
+    Pick<Evaluation, 'first' | 'any' | 'greedy'>,
+  ][] = [
     ['all', before, after],
     ...Object.keys(after.byDomain).map(
       (name) => [name, before.byDomain[name]!, after.byDomain[name]!] as (typeof domains)[number],
@@ -132,7 +139,12 @@ export function table(before: Evaluation, after: Evaluation): string[] {
     }
   }
   const widths = rows[0]!.map((_, column) => Math.max(...rows.map((row) => row[column]!.length)));
-  return rows.map((row) => row.map((cell, column) => cell.padEnd(widths[column]!)).join('  ').trimEnd());
+  return rows.map((row) =>
+    row
+      .map((cell, column) => cell.padEnd(widths[column]!))
+      .join('  ')
+      .trimEnd(),
+  );
 }
 
 /** A curve in a terminal: one column a bin of points, `height` lines, the axis on the left. */
@@ -142,7 +154,10 @@ export function plot(title: string, points: readonly number[], width = 64, heigh
   const bins = Array.from({ length: columns }, (_, i) => {
     const slice = points.slice(
       Math.floor((i * points.length) / columns),
-      Math.max(Math.floor((i * points.length) / columns) + 1, Math.floor(((i + 1) * points.length) / columns)),
+      Math.max(
+        Math.floor((i * points.length) / columns) + 1,
+        Math.floor(((i + 1) * points.length) / columns),
+      ),
     );
     return slice.reduce((sum, value) => sum + value, 0) / slice.length;
   });
@@ -154,15 +169,26 @@ export function plot(title: string, points: readonly number[], width = 64, heigh
     const label = (low + ((high - low) * row) / (height - 1)).toFixed(2).padStart(6);
     return `${label} │${bins.map((value) => (level(value) === row ? '●' : level(value) > row ? '·' : ' ')).join('')}`;
   });
-  return [title, ...lines, `       └${'─'.repeat(columns)}`, `        step 1${`step ${points.length}`.padStart(Math.max(0, columns - 6))}`];
+  return [
+    title,
+    ...lines,
+    `       └${'─'.repeat(columns)}`,
+    `        step 1${`step ${points.length}`.padStart(Math.max(0, columns - 6))}`,
+  ];
 }
 
 /** What is printed at the end. */
-export function report(output: Output, results: QuickstartResults, rewards: readonly number[]): void {
+export function report(
+  output: Output,
+  results: QuickstartResults,
+  rewards: readonly number[],
+): void {
   if (results.before && results.after) {
     output.say();
     for (const line of table(results.before, results.after)) output.say(line);
-    output.say('held-out tasks: combinations of operations never trained on; 95 % Wilson intervals');
+    output.say(
+      'held-out tasks: combinations of operations never trained on; 95 % Wilson intervals',
+    );
   }
   if (rewards.length > 1) {
     output.say();

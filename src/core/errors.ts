@@ -48,6 +48,11 @@ export const ERROR_CODES = {
     next: 'Check the API key and what the endpoint accepts.',
   },
   ModelOverloaded: { class: 'retryable', status: 429, next: 'Wait, or lower the concurrency.' },
+  ContextTooLong: {
+    class: 'terminal',
+    status: 413,
+    next: 'Use a model with a larger context window, or let the agent compact its conversation.',
+  },
   ModelMalformed: {
     class: 'retryable',
     status: 502,

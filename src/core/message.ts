@@ -5,6 +5,8 @@ export const ToolCall = z.object({
   callId: z.string().min(1),
   tool: z.string(),
   input: z.unknown(),
+  /** What a vendor wants back with the call, unread by us: a signature of its hidden reasoning. */
+  vendor: z.record(z.string(), z.unknown()).optional(),
 });
 export type ToolCall = z.infer<typeof ToolCall>;
 

@@ -43,6 +43,8 @@ export interface RunLog {
   create(runId: string, spec: RunSpec, more?: NewEvent[]): Promise<void>;
   /** Takes the lease if nobody holds an unexpired one; null otherwise. NotFound for an unknown run. */
   acquire(runId: string, worker: string, ttlMs: number): Promise<Lease | null>;
+  /** Frees a lease whose worker is known to be dead, without waiting for it to run out. */
+  evict(runId: string, worker: string): Promise<void>;
   /** Extends the lease. LeaseLost if it is no longer ours. */
   renew(lease: Lease, ttlMs: number): Promise<void>;
   release(lease: Lease): Promise<void>;

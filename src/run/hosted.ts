@@ -22,6 +22,8 @@ const HEARTBEAT_MS = 2_000;
 export interface HostedContext extends Omit<RunContext, 'journal' | 'leaseToken'> {
   log: RunLog;
   onEvent?: (event: Event, state: RunState) => void;
+  /** Whether a worker is certainly gone, so that its lease need not run out. */
+  isDead?: (worker: string) => boolean;
   /** Told once when another worker's lease must run out first. */
   onWaiting?: (worker: string) => void;
 }
@@ -59,7 +61,12 @@ async function acquire(runId: string, context: HostedContext): Promise<Lease> {
   for (let waiting = false; ; ) {
     const lease = await context.log.acquire(runId, context.worker, LEASE_TTL_MS);
     if (lease !== null) return lease;
-    if (!waiting) context.onWaiting?.((await context.log.row(runId))?.worker ?? 'another worker');
+    const holder = (await context.log.row(runId))?.worker;
+    if (holder && context.isDead?.(holder)) {
+      await context.log.evict(runId, holder);
+      continue;
+    }
+    if (!waiting) context.onWaiting?.(holder ?? 'another worker');
     waiting = true;
     await context.clock.sleep(250, context.signal);
     if (context.signal.aborted)

@@ -65,21 +65,22 @@ export class Database implements Session {
 
   /** A Postgres given by URL. `ConfigInvalid` or `StoreUnavailable` when it does not answer. */
   static async connect(url: string): Promise<Database> {
-    let database: Database;
-    try {
-      database = new Database(null, url, null);
-    } catch (cause) {
-      // The message of the parser may repeat the URL, password included.
+    // Messages never repeat the URL, which may hold a password.
+    if (!/^postgres(ql)?:\/\//.test(url) || !URL.canParse(url))
       throw new LonghaulError('ConfigInvalid', 'DATABASE_URL is not a Postgres URL', {
         next: 'Write it as postgres://USER:PASSWORD@HOST:PORT/DATABASE.',
-        cause,
       });
-    }
+    const database = new Database(null, url, null);
     try {
       await database.#pool.query('select 1');
     } catch (thrown) {
       await database.close();
-      throw storeError(thrown);
+      const error = storeError(thrown);
+      if (error.code !== 'StoreUnavailable') throw error;
+      throw new LonghaulError('StoreUnavailable', error.message, {
+        next: 'Check that the server of DATABASE_URL runs and can be reached from here, or unset it to use the embedded one.',
+        cause: thrown,
+      });
     }
     return database;
   }

@@ -6,14 +6,15 @@ import { codeOf, isConnectionLost } from './failures.ts';
 import { isPostmaster, type PidFile, readPidFile } from './pidfile.ts';
 import {
   DATABASE_USER,
-  exists,
   initialise,
   isPrivateFolder,
   preparePaths,
-  removeSocketFolder,
+  removeOldSocketDirs,
+  removeSocketDir,
   type ServerPaths,
   serverFailure,
   serverPaths,
+  socketDirOf,
   spawnServer,
 } from './server.ts';
 
@@ -65,7 +66,7 @@ export async function attachEmbedded(home: string): Promise<Attachment> {
     failure = output;
     // Another process won the start, or processes of a killed server are still on their way out.
     const transient =
-      /lock file .* already exists|pre-existing shared memory block|Is another postmaster/i;
+      /"postmaster\.pid" (already exists|is empty)|pre-existing shared memory block/;
     if (!transient.test(output))
       throw serverFailure(output, 'the embedded Postgres does not start', paths.root);
     await sleep(50);
@@ -205,9 +206,12 @@ async function startOnce(paths: ServerPaths, deadline: number): Promise<string |
   });
   while (Date.now() < deadline) {
     const file = readPidFile(paths.dataDir);
-    if (file?.pid === server.pid && file.status === 'ready') return null;
+    if (file?.pid === server.pid && file.status === 'ready') {
+      await removeOldSocketDirs(paths, server.socketDir);
+      return null;
+    }
     if (output !== null) {
-      await removeSocketFolder(server.socketDir, paths);
+      await removeSocketDir(server.socketDir);
       return output;
     }
     await sleep(10);
@@ -232,14 +236,7 @@ async function stopServer(paths: ServerPaths, file: PidFile): Promise<void> {
     while (Date.now() < deadline && isPostmaster(file.pid, paths.dataDir)) await sleep(10);
     if (!isPostmaster(file.pid, paths.dataDir)) break;
   }
-  await removeSocketFolder(file.socketDir, paths);
-}
-
-/** A home that was moved or copied has a pid file of another place, whose socket must not be used. */
-function socketDirOf(file: PidFile, paths: ServerPaths): string {
-  return file.dataDir === paths.dataDir && file.socketDir !== '' && exists(file.socketDir)
-    ? file.socketDir
-    : paths.socketDir;
+  await removeSocketDir(socketDirOf(file, paths));
 }
 
 function newClient(host: string): pg.Client {

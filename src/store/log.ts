@@ -136,6 +136,17 @@ export class PostgresRunLog implements RunLog {
     return null;
   }
 
+  /** Frees the lease if this worker still holds it. Its token stays spent: late appends are refused once another holds it. */
+  async evict(runId: string, worker: string): Promise<void> {
+    await this.#database.query({
+      name: 'longhaul.evict',
+      text: `
+        update longhaul.runs set lease_until = clock_timestamp()
+        where run_id = $1 and worker = $2 and lease_until > clock_timestamp()`,
+      values: [runId, worker],
+    });
+  }
+
   async renew(lease: Lease, ttlMs: number): Promise<void> {
     // An expired lease that nobody took is still ours: the token says so.
     const rows = await this.#database.query({

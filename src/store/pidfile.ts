@@ -1,7 +1,8 @@
 import { execFileSync } from 'node:child_process';
-import { readFileSync } from 'node:fs';
+import { readFileSync, readlinkSync } from 'node:fs';
 import { platform } from 'node:os';
 import { join } from 'node:path';
+import { codeOf } from './failures.ts';
 
 /** What a running postmaster writes into `postmaster.pid` of its data directory. */
 export interface PidFile {
@@ -36,13 +37,20 @@ export function readPidFile(dataDir: string): PidFile | null {
   };
 }
 
-/** Whether any process has this pid. */
+/** Whether a process with this pid runs; one that ended and was not waited for does not. */
 export function isAlive(pid: number): boolean {
   try {
     process.kill(pid, 0);
-    return true;
   } catch (thrown) {
-    return (thrown as NodeJS.ErrnoException).code === 'EPERM';
+    if (codeOf(thrown) !== 'EPERM') return false;
+  }
+  if (platform() !== 'linux') return true;
+  try {
+    // "pid (name) state …"; the name may hold anything, parentheses too.
+    const stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
+    return !/^[ZX]/.test(stat.slice(stat.lastIndexOf(')') + 2));
+  } catch {
+    return false;
   }
 }
 
@@ -53,15 +61,17 @@ export function isAlive(pid: number): boolean {
 export function isPostmaster(pid: number, dataDir: string): boolean {
   if (!isAlive(pid)) return false;
   try {
-    if (platform() === 'linux') {
-      // A zombie's command line is empty: it holds nothing any more.
-      const argv = readFileSync(`/proc/${pid}/cmdline`, 'utf8').split('\0');
-      return argv.includes(dataDir);
+    if (platform() !== 'linux') {
+      const args = ['-ww', '-o', 'command=', '-p', String(pid)];
+      return execFileSync('ps', args, { encoding: 'utf8' }).includes(dataDir);
     }
-    const command = execFileSync('ps', ['-ww', '-o', 'command=', '-p', String(pid)], {
-      encoding: 'utf8',
-    });
-    return command.includes(dataDir);
+    try {
+      // A server works in its data directory, also after that was moved.
+      return readlinkSync(`/proc/${pid}/cwd`) === dataDir;
+    } catch (thrown) {
+      if (codeOf(thrown) !== 'EACCES') return false;
+      return readFileSync(`/proc/${pid}/cmdline`, 'utf8').split('\0').includes(dataDir);
+    }
   } catch {
     return false;
   }

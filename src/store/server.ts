@@ -3,19 +3,17 @@ import { randomBytes } from 'node:crypto';
 import { chownSync, closeSync, lstatSync, openSync, readFileSync, statSync } from 'node:fs';
 import { chmod, mkdir, mkdtemp, readdir, realpath, rename, rm } from 'node:fs/promises';
 import { platform, tmpdir } from 'node:os';
-import { dirname, join } from 'node:path';
+import { basename, join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { type Binaries, findBinaries } from './binaries.ts';
 import { codeOf, fileError } from './failures.ts';
-import { isAlive, readPidFile } from './pidfile.ts';
+import { isAlive, type PidFile, readPidFile } from './pidfile.ts';
 import { type Launcher, unprivilegedLauncher } from './unprivileged.ts';
 
 /** Where the embedded server's files lie below a home folder. All absolute, links resolved. */
 export interface ServerPaths {
   root: string;
   dataDir: string;
-  /** Preferred place of the socket; a long home gets a folder below the system's temporary one. */
-  socketDir: string;
   log: string;
   links: string;
 }
@@ -26,6 +24,7 @@ export const DATABASE_USER = 'longhaul';
 const MAX_SOCKET_PATH = platform() === 'linux' ? 107 : 103;
 const SOCKET_NAME = '.s.PGSQL.5432';
 const SOCKET_FOLDER_PREFIX = 'longhaul-';
+const EMPTY_PID_FILE_MS = 5000;
 const MAX_LOG_BYTES = 10 * 1024 * 1024;
 
 /** Paths for a home; creates the folder `postgres` in it, closed to others. */
@@ -44,7 +43,6 @@ export function serverPaths(home: string): ServerPaths {
   return {
     root,
     dataDir: join(root, 'data'),
-    socketDir: join(root, 'socket'),
     log: join(root, 'server.log'),
     links: join(root, 'lib'),
   };
@@ -110,7 +108,14 @@ export async function spawnServer(
   const binaries = await findBinaries(paths.links);
   const launcher = unprivilegedLauncher();
   await giveTo(launcher, paths);
-  await removeOldSocketFolder(paths);
+  await removeEmptyPidFile(paths);
+  // A home that was copied without its modes; Postgres insists on a closed folder, and so do we.
+  for (const folder of [paths.root, paths.dataDir])
+    await chmod(folder, 0o700).catch((thrown) => {
+      throw fileError(thrown, folder);
+    });
+  const old = readPidFile(paths.dataDir);
+  if (old?.dataDir === paths.dataDir) await removeSocketDir(old.socketDir);
   const socketDir = await makeSocketDir(paths);
   const log = await openLog(paths.log);
   const logStart = statSync(paths.log).size;
@@ -134,6 +139,9 @@ export async function spawnServer(
     max_worker_processes: '4',
     max_parallel_workers_per_gather: '0',
     jit: 'off',
+    // Reading a run in order goes through its index, not through a sort.
+    random_page_cost: '1.1',
+    work_mem: '16MB',
     // A process that was stopped in the middle of a transaction must not hold up the others for ever.
     idle_in_transaction_session_timeout: '60s',
     // Payloads never reach the server's log: no statements, no details of rows.
@@ -174,6 +182,18 @@ export async function spawnServer(
   return { pid: child.pid ?? -1, socketDir, ended };
 }
 
+/**
+ * A server that died between creating and writing its pid file leaves an empty one, on which every later
+ * one gives up. A live starter needs microseconds for it; should one be this late after all, the check of
+ * shared memory stops it.
+ */
+async function removeEmptyPidFile(paths: ServerPaths): Promise<void> {
+  const path = join(paths.dataDir, 'postmaster.pid');
+  const file = statSync(path, { throwIfNoEntry: false });
+  if (file?.size === 0 && Date.now() - file.mtimeMs > EMPTY_PID_FILE_MS)
+    await rm(path, { force: true });
+}
+
 /** Data files belong to whom the server runs as; another way of running was possible last time. */
 async function giveTo(launcher: Launcher, paths: ServerPaths): Promise<void> {
   const owner = statSync(paths.dataDir).uid;
@@ -187,37 +207,45 @@ async function giveTo(launcher: Launcher, paths: ServerPaths): Promise<void> {
   if (code !== 0) throw serverFailure(output, 'the data directory has another owner', paths.root);
 }
 
+/**
+ * A folder of its own for the socket of one server, so that no other one, dying or hung, is in its way.
+ * In the home where the path is short enough for a socket, else below the temporary folder; others find
+ * it in the pid file. mkdtemp: a name that nobody can have taken before, mode 0700.
+ */
 async function makeSocketDir(paths: ServerPaths): Promise<string> {
-  try {
-    if (Buffer.byteLength(join(paths.socketDir, SOCKET_NAME)) <= MAX_SOCKET_PATH) {
-      await mkdir(paths.socketDir, { recursive: true, mode: 0o700 });
-      await chmod(paths.socketDir, 0o700);
-      return paths.socketDir;
+  for (const parent of [paths.root, process.env.XDG_RUNTIME_DIR, tmpdir(), '/tmp']) {
+    if (parent === undefined || !exists(parent)) continue;
+    const example = join(parent, `${SOCKET_FOLDER_PREFIX}XXXXXX`, SOCKET_NAME);
+    if (Buffer.byteLength(example) > MAX_SOCKET_PATH) continue;
+    try {
+      return await mkdtemp(join(parent, SOCKET_FOLDER_PREFIX));
+    } catch (thrown) {
+      throw fileError(thrown, parent);
     }
-    for (const parent of [process.env.XDG_RUNTIME_DIR, tmpdir(), '/tmp']) {
-      if (parent === undefined || !exists(parent)) continue;
-      const length = Buffer.byteLength(join(parent, `${SOCKET_FOLDER_PREFIX}XXXXXX`, SOCKET_NAME));
-      // mkdtemp: a name nobody can have taken before, mode 0700. Others find it in the pid file.
-      if (length <= MAX_SOCKET_PATH) return await mkdtemp(join(parent, SOCKET_FOLDER_PREFIX));
-    }
-  } catch (thrown) {
-    throw fileError(thrown, paths.socketDir);
   }
   throw new LonghaulError('StoreUnavailable', 'no folder is short enough for a unix socket', {
     next: 'Give a shorter home folder with --home, or set TMPDIR to a short path.',
   });
 }
 
-/** Where a server that was killed had its socket, if that was below the temporary folder. */
-async function removeOldSocketFolder(paths: ServerPaths): Promise<void> {
-  const old = readPidFile(paths.dataDir);
-  if (old !== null && old.dataDir === paths.dataDir) await removeSocketFolder(old.socketDir, paths);
+/** Where a server has its socket. A home that was moved or copied has a pid file of another place. */
+export function socketDirOf(file: PidFile, paths: ServerPaths): string {
+  return file.dataDir === paths.dataDir
+    ? file.socketDir
+    : join(paths.root, basename(file.socketDir));
 }
 
-/** Removes a socket folder made by `makeSocketDir`, if it is outside the home and ours. */
-export async function removeSocketFolder(folder: string, paths: ServerPaths): Promise<void> {
-  if (folder === paths.socketDir || !folder.includes(`/${SOCKET_FOLDER_PREFIX}`)) return;
-  if (isPrivateFolder(folder)) await rm(folder, { recursive: true, force: true });
+/** Removes the folder of a socket that nothing listens on any more, if it is one of ours. */
+export async function removeSocketDir(folder: string): Promise<void> {
+  if (basename(folder).startsWith(SOCKET_FOLDER_PREFIX) && isPrivateFolder(folder))
+    await rm(folder, { recursive: true, force: true });
+}
+
+/** What killed servers and starters left in the home, once the server with the socket `used` runs. */
+export async function removeOldSocketDirs(paths: ServerPaths, used: string): Promise<void> {
+  for (const name of await readdir(paths.root)) {
+    if (join(paths.root, name) !== used) await removeSocketDir(join(paths.root, name));
+  }
 }
 
 /** A folder, not a link, that belongs to us and is closed to others: what is in it was put there by us. */
@@ -255,12 +283,8 @@ export function serverFailure(output: string, context: string, path: string): Lo
     return new LonghaulError('StoreTooNew', message, {
       next: 'The data was written by another major version of Postgres: use the Longhaul that wrote it, dump, and restore.',
     });
-  if (/Is another postmaster already running|could not bind Unix/i.test(output))
-    return new LonghaulError('StoreUnavailable', message, {
-      next: `Another server uses the socket below ${path}: stop it, then try again.`,
-    });
   return new LonghaulError('StoreUnavailable', message, {
-    next: `Look at the server's log (${join(dirname(path), 'postgres', 'server.log')}), or set DATABASE_URL to a Postgres of yours.`,
+    next: `Look at the server's log (${join(path, 'server.log')}), or set DATABASE_URL to a Postgres of yours.`,
   });
 }
 

@@ -27,8 +27,12 @@ export interface TrainOptions {
 /** `longhaul quickstart`: train, then host the trained agent for one held-out task. */
 export async function quickstart(platform: Platform, options: TrainOptions): Promise<number> {
   const { output } = platform;
-  output.say('Longhaul quickstart: a small agent is taught, measured, post-trained on what execution says,');
-  output.say('measured again and hosted. All of it on this machine, in sandboxes. Ctrl-C stops it; nothing is lost.');
+  output.say(
+    'Longhaul quickstart: a small agent is taught, measured, post-trained on what execution says,',
+  );
+  output.say(
+    'measured again and hosted. All of it on this machine, in sandboxes. Ctrl-C stops it; nothing is lost.',
+  );
   return train(platform, { ...options, host: true });
 }
 
@@ -39,16 +43,21 @@ export async function train(
 ): Promise<number> {
   const { output } = platform;
   const store = await platform.store();
-  const resumed = options.resume === undefined ? null : await interruptedJob(platform, options.resume);
+  const resumed =
+    options.resume === undefined ? null : await interruptedJob(platform, options.resume);
   const id = resumed?.id ?? ulid();
   const spec = { ...options, resume: undefined };
   if (resumed === null) await store.jobs.create({ id, kind: KIND, spec });
   const wanted = (resumed?.spec ?? spec) as TrainOptions & { host?: boolean };
-  output.say(`job ${id}${resumed ? ' goes on' : ''}: seed ${wanted.seed}, about ${wanted.minutes} minutes on two cores${wanted.control ? `, control ${wanted.control}` : ''}`);
+  output.say(
+    `job ${id}${resumed ? ' goes on' : ''}: seed ${wanted.seed}, about ${wanted.minutes} minutes on two cores${wanted.control ? `, control ${wanted.control}` : ''}`,
+  );
 
   const view = new TrainingView(output);
   const rewards: number[] = [];
-  const interrupt = onInterrupt(() => output.say('\nstopping; a checkpoint is written (Ctrl-C again ends at once)'));
+  const interrupt = onInterrupt(() =>
+    output.say('\nstopping; a checkpoint is written (Ctrl-C again ends at once)'),
+  );
   const folder = join(platform.home, 'jobs', id);
   let hosted = 0;
   const deps: QuickstartDeps = {
@@ -90,7 +99,9 @@ export async function train(
     const interrupted = error instanceof LonghaulError && error.code === 'Interrupted';
     await store.jobs.update(id, { status: interrupted ? 'interrupted' : 'failed' });
     throw interrupted
-      ? new LonghaulError('Interrupted', error.message, { next: `Go on with \`npx longhaul train --resume ${id}\`.` })
+      ? new LonghaulError('Interrupted', error.message, {
+          next: `Go on with \`npx longhaul train --resume ${id}\`.`,
+        })
       : error;
   } finally {
     view.close();
@@ -100,7 +111,9 @@ export async function train(
   output.document({ job: id, results });
   output.say();
   output.say(`look   npx longhaul show ${id}            the job: curves and figures`);
-  output.say('       npx longhaul runs --kind eval      runs of the measurements; show any of them');
+  output.say(
+    '       npx longhaul runs --kind eval      runs of the measurements; show any of them',
+  );
   output.say(`       ${folder}/metrics.jsonl`);
   return hosted;
 }
@@ -108,11 +121,16 @@ export async function train(
 async function interruptedJob(platform: Platform, text: string): Promise<JobRecord> {
   const store = await platform.store();
   const open = (await store.jobs.list({ kind: KIND })).filter((job) => job.status !== 'succeeded');
-  const job = text === 'last' ? open[0] : open.find((candidate) => candidate.id.endsWith(text.toUpperCase()));
+  const job =
+    text === 'last' ? open[0] : open.find((candidate) => candidate.id.endsWith(text.toUpperCase()));
   if (job === undefined) {
-    throw new LonghaulError('NotFound', text === 'last' ? 'no interrupted training job' : `no interrupted job ${text}`, {
-      next: 'Start one with `npx longhaul train`.',
-    });
+    throw new LonghaulError(
+      'NotFound',
+      text === 'last' ? 'no interrupted training job' : `no interrupted job ${text}`,
+      {
+        next: 'Start one with `npx longhaul train`.',
+      },
+    );
   }
   return job;
 }

@@ -3,6 +3,7 @@ import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { apply, type NewEvent, type Reward, type RunState } from '../../core/index.ts';
+import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { Sandbox, SandboxDriver } from '../../sandbox/contract.ts';
 import { type HarborSession, harborEnvironment } from './environment.ts';
 import { runSolution } from './solution.ts';
@@ -57,7 +58,7 @@ describe('grading in a sandbox', () => {
   let count = 0;
   beforeAll(async () => {
     root = mkdtempSync(join(tmpdir(), 'harbor-grade-'));
-    driver = await openDriver(root);
+    driver = await BubblewrapDriver.open({ dir: join(root, 'sandboxes') });
   });
   afterAll(async () => {
     await driver?.close();
@@ -223,7 +224,12 @@ describe('grading in a sandbox', () => {
     const dir = taskDir('echo 0 > /logs/verifier/reward.txt; pwd', {
       'environment/Dockerfile': 'FROM x\nWORKDIR /workspace/inner\n',
     });
-    for (const script of ['rm -r inner', 'rm -r inner; echo > inner', 'chmod 0 inner', 'chmod 0 .']) {
+    for (const script of [
+      'rm -r inner',
+      'rm -r inner; echo > inner',
+      'chmod 0 inner',
+      'chmod 0 .',
+    ]) {
       const grade = await gradeAfter(dir, script);
       expect(grade.reward).toMatchObject({ status: 'ok', value: 0 });
     }

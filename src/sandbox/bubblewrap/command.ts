@@ -5,6 +5,9 @@ const INSIDE_ID = '1000';
 /** Descriptor that the supervisor puts the filter on before it executes bubblewrap. */
 const FILTER_FD = '3';
 
+/** Paths that task formats write to by name: links into the sandbox's own /tmp, which no fork inherits. */
+const TASK_DIRECTORIES = ['tests', 'logs', 'solution'];
+
 /** Limits that the agent sets on itself and thereby on all processes inside, where no cgroup does it. */
 export interface AgentLimits {
   processes?: number;
@@ -42,7 +45,17 @@ export function bubblewrapCommand(sid: string, python: string, limits: AgentLimi
     ...systemDirectories(),
     ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/agent.py', '/.agent.py'],
     ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/d/shm`, '/dev/shm'],
-    ...['--remount-ro', '/dev', '--bind', `${own}/tmp`, '/tmp', '--bind', `${own}/ws`, '/workspace'],
+    ...[
+      '--remount-ro',
+      '/dev',
+      '--bind',
+      `${own}/tmp`,
+      '/tmp',
+      '--bind',
+      `${own}/ws`,
+      '/workspace',
+    ],
+    ...TASK_DIRECTORIES.flatMap((name) => ['--symlink', `tmp/${name}`, `/${name}`]),
     ...['--dir', '/run', '--dir', '/var/tmp', '--remount-ro', '/', '--seccomp', FILTER_FD],
     ...['--', python, '-I', '-B', '/.agent.py', JSON.stringify(limits)],
   ];

@@ -580,6 +580,8 @@ class Supervisor:
         connection.close()
 
     def read_errors(self, sandbox):
+        if sandbox["fd"] < 0:
+            return  # closed by `reap`, for an event of the same round
         try:
             chunk = os.read(sandbox["fd"], 65536)
         except BlockingIOError:
