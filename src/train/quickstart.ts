@@ -85,7 +85,7 @@ export interface QuickstartDeps {
 const KEEP: KeptRollouts = { evaluation: 32, groups: 1 };
 const MODEL = 'embedded/quickstart';
 /** Episodes in one lockstep batch, and the sandboxes that share their programs: one a core. */
-const WAVE = 128;
+const WAVE = 208;
 const SANDBOXES = 2;
 type QuickstartJob = Job<QuickstartSpec, QuickstartResults>;
 
