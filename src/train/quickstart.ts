@@ -40,7 +40,7 @@ export interface QuickstartResults {
   seconds: Record<string, number>;
 }
 
-export type Stage = 'audit' | 'warmup' | 'before' | 'train' | 'after' | 'host';
+type Stage = 'audit' | 'warmup' | 'before' | 'train' | 'after' | 'host';
 
 export type QuickstartProgress =
   | { kind: 'stage'; stage: Stage; text: string }
@@ -58,7 +58,7 @@ export type QuickstartProgress =
   | { kind: 'validation'; step: number; first: number; greedy: number };
 
 /** Which rollouts go to the store, where `longhaul show` opens them; all of them would be 20,000. */
-export interface KeptRollouts {
+interface KeptRollouts {
   /** Of each measurement on held-out tasks. */
   evaluation: number;
   /** Groups of each training step. */

@@ -5,7 +5,7 @@
  */
 
 export type Value = number | string | readonly number[];
-export type ValueType = 'int' | 'str' | 'list';
+type ValueType = 'int' | 'str' | 'list';
 export type Language = 'python' | 'javascript';
 
 /**
@@ -21,7 +21,7 @@ export interface Template {
 /** Binding levels of the expressions we write, loosest first. */
 export const LEVEL = { any: 0, sum: 1, product: 2, unary: 3, atom: 4 } as const;
 
-export interface Form {
+interface Form {
   python: Template;
   javascript: Template;
   /** Null where the operation has no value (the first element of an empty list). */
@@ -45,7 +45,7 @@ export interface Condition {
   right: ConditionForm;
   wrong: ConditionForm;
 }
-export interface ConditionForm {
+interface ConditionForm {
   /** Same text in both languages. */
   text: string;
   test: (x: number) => boolean;

@@ -35,7 +35,7 @@ const BAD_HABITS: ReadonlySet<string> = new Set([
 const RIGHT = { good: 0.85, bad: 0.4 } as const;
 
 /** Which parts the teacher gets wrong this time. */
-export function teacherMistakes(rng: Rng, spec: Spec): boolean[] {
+function teacherMistakes(rng: Rng, spec: Spec): boolean[] {
   return parts(spec).map(
     (part) => rng.float() >= RIGHT[BAD_HABITS.has(part.family) ? 'bad' : 'good'],
   );
