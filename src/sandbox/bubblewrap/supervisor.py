@@ -580,12 +580,18 @@ class Supervisor:
         connection.close()
 
     def read_errors(self, sandbox):
-        try:
-            chunk = os.read(sandbox["fd"], 65536)
-        except BlockingIOError:
-            return
-        sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
-        if not chunk:
+        """Keeps the end of what bubblewrap and the agent say; guests never have this descriptor."""
+        while sandbox["fd"] >= 0:
+            try:
+                chunk = os.read(sandbox["fd"], 65536)
+            except BlockingIOError:
+                return
+            sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
+            if not chunk:
+                self.close_errors(sandbox)
+
+    def close_errors(self, sandbox):
+        if sandbox["fd"] >= 0:
             self.selector.unregister(sandbox["fd"])
             os.close(sandbox["fd"])
             sandbox["fd"] = -1
@@ -609,8 +615,8 @@ class Supervisor:
             sandbox = self.children.pop(pid, None)
             if sandbox:
                 sandbox["pid"] = 0
-                if sandbox["fd"] >= 0:
-                    self.read_errors(sandbox)
+                self.read_errors(sandbox)
+                self.close_errors(sandbox)
                 self.answer({
                     "event": "exit",
                     "sid": sandbox["sid"],
