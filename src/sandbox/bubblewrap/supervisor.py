@@ -527,7 +527,8 @@ class Supervisor:
         os.rmdir(top)
 
     def op_bare(self, request):
-        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
+        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to.
+        Answers with the bytes that files hold."""
         top = "s%s" % request["sid"]
         unmount(top + "/ws")
         unmount(top + "/tmp")
@@ -535,6 +536,9 @@ class Supervisor:
         if sandbox["tmp"]:
             self.discard(sandbox["tmp"])
         sandbox["tmp"] = None
+        info = os.statvfs(top + "/d")
+        self.answer({"id": request["id"], "ok": (info.f_blocks - info.f_bfree) * info.f_frsize})
+        return NotImplemented
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
@@ -636,7 +640,7 @@ class Supervisor:
         try:
             result = getattr(self, "op_" + request["op"])(request)
             if result is NotImplemented:
-                return  # answered later by a worker
+                return  # answered by the operation itself, or later by a worker
             self.answer({"id": request["id"], "ok": True})
         except OSError as error:
             self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
