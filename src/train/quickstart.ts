@@ -87,7 +87,6 @@ const MODEL = 'embedded/quickstart';
 /** Episodes in one lockstep batch, and the sandboxes that share their programs: one a core. */
 const WAVE = 128;
 const SANDBOXES = 2;
-const AUDITED = 200;
 type QuickstartJob = Job<QuickstartSpec, QuickstartResults>;
 
 /**
@@ -101,7 +100,15 @@ export async function runQuickstart(
   const language = deps.sandboxes.capabilities.languages.includes('python')
     ? 'python'
     : 'javascript';
-  const spec = { ...options, language, schedule: scheduleFor(options.minutes, language) } as const;
+  const schedule = scheduleFor(options.minutes, language);
+  return startQuickstart({ ...options, language, schedule }, deps);
+}
+
+/** The same with a schedule of one's own. */
+export async function startQuickstart(
+  spec: QuickstartSpec,
+  deps: QuickstartDeps,
+): Promise<QuickstartResults> {
   const results = { audit: null, before: null, curve: [], after: null, seconds: {} };
   return drive(await Job.create(deps.folder, deps.jobId, spec, results, deps.metrics), deps);
 }
@@ -149,7 +156,12 @@ async function drive(job: QuickstartJob, deps: QuickstartDeps): Promise<Quicksta
 async function audit(job: QuickstartJob, deps: QuickstartDeps): Promise<void> {
   const { spec, results } = job.state;
   deps.onProgress({ kind: 'stage', stage: 'audit', text: 'auditing the environment' });
-  const report = await auditPrograms(deps.sandboxes, spec.language, AUDITED, spec.seed);
+  const report = await auditPrograms(
+    deps.sandboxes,
+    spec.language,
+    spec.schedule.evaluation.auditTasks,
+    spec.seed,
+  );
   deps.onProgress({ kind: 'audit', report });
   if (!report.passed)
     throw new LonghaulError('TaskInvalid', 'the environment failed its audit; nothing was trained');
@@ -213,26 +225,25 @@ async function postTrain(
   };
 
   try {
-    if (job.state.results.before === null) {
-      await validate(0);
-      await measure('before', runner);
-    }
+    if (job.state.results.before === null) await measure('before', runner);
     deps.onProgress({ kind: 'stage', stage: 'train', text: spec.control ?? 'GRPO' });
     const timer = stopwatch(job, deps, 'train');
     const advance =
       spec.control === 'supervised'
         ? supervisedControl(spec, trainer)
         : policyUpdates(spec, deps, trainer, trained);
-    while (job.state.step < grpo.steps) {
+    for (;;) {
       stopIfAborted(deps);
-      const step = job.state.step + 1;
-      const values = await advance(job.state.step);
-      await sampler.load(await trainer.publish());
-      job.state = { ...job.state, step };
-      await timer.step(step, values);
+      const { step, results } = job.state;
       const due = step % validateEvery === 0 || step === grpo.steps;
-      if (due) await validate(step);
-      if (due || step % saveEvery === 0) await job.save(trainer, 'train', step);
+      const isNew = results.curve.every((point) => point.step !== step);
+      if (due && isNew) await validate(step);
+      if ((due && isNew) || step % saveEvery === 0) await job.save(trainer, 'train', step);
+      if (step === grpo.steps) break;
+      const values = await advance(step);
+      await sampler.load(await trainer.publish());
+      job.state = { ...job.state, step: step + 1 };
+      await timer.step(step + 1, values);
     }
     if (job.state.results.after === null) await measure('after', trained);
   } finally {
@@ -326,6 +337,7 @@ function newRunner(
 function stopwatch(job: QuickstartJob, deps: QuickstartDeps, stage: 'warmup' | 'train') {
   const { schedule } = job.state.spec;
   const of = stage === 'warmup' ? schedule.warmup.steps : schedule.grpo.steps;
+  const earlier = stage === 'warmup' ? 0 : schedule.warmup.steps;
   const expected = expectedSeconds(schedule);
   const perStep = stage === 'warmup' ? expected.warmupStep : expected.grpoStep;
   let last = performance.now();
@@ -344,7 +356,7 @@ function stopwatch(job: QuickstartJob, deps: QuickstartDeps, stage: 'warmup' | '
       const later = stage === 'warmup' ? expected.afterWarmup : expected.afterTraining;
       const secondsLeft = slowness * ((of - step) * perStep + later);
       const record = { ...values, seconds };
-      await job.record(stage, step, record);
+      await job.record(stage, step, earlier + step, record);
       deps.onProgress({ kind: 'step', stage, step, of, values: record, secondsLeft });
     },
   };

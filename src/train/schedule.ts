@@ -10,7 +10,8 @@ export interface Schedule {
   grpo: { steps: number; groups: number; groupSize: number; learningRate: number };
   /** Steps of supervised training that take as long as one GRPO step, for the control. */
   supervisedPerGrpo: number;
-  evaluation: { tasks: number; validationTasks: number };
+  /** Tasks of the audit, of the measurements before and after, and of those while training. */
+  evaluation: { auditTasks: number; tasks: number; validationTasks: number };
   /** GRPO steps between two measurements on validation tasks. */
   validateEvery: number;
   /** Steps between two checkpoints. */
@@ -53,7 +54,7 @@ export function scheduleFor(minutes: number, language: Language): Schedule {
     },
     grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 3e-4 },
     supervisedPerGrpo: SECONDS.grpoStep / SECONDS.warmupStep,
-    evaluation: { tasks: 832, validationTasks: 416 },
+    evaluation: { auditTasks: 160, tasks: 832, validationTasks: 416 },
     validateEvery: Math.max(1, Math.ceil(grpoSteps / 5)),
     saveEvery: 25,
   };

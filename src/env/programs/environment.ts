@@ -13,6 +13,8 @@ import { observation, readObservation, verdict } from './verdict.ts';
 export const TRIES = 3;
 const SUBMIT = 'submit';
 
+/** Changes with anything that decides an outcome and is not in a task: observations, rewards, limits. */
+const RULES = 1;
 export const REWARD = { solved: 1, furtherTry: -0.1, invalid: -0.05 } as const;
 
 const SANDBOX: Partial<SandboxSpec> = { memoryBytes: 1 << 30, pids: 64, diskBytes: 16 << 20 };
@@ -94,9 +96,9 @@ export function programs(language: Language): Environment {
 export function openTask(task: ProgramTask, language: Language): TaskSession {
   return {
     ref: task.ref,
-    name: `programs ${task.ref.id}`,
+    name: `programs ${formatSpec(task.spec)}`,
     hash: createHash('sha256')
-      .update(JSON.stringify([language, task.ref.id, task.cases]))
+      .update(JSON.stringify([RULES, language, task.ref.id, task.cases]))
       .digest('hex'),
     messages: [{ role: 'user', content: `${formatSpec(task.spec)}=` }],
     tools: [submit(task, language)],

@@ -5,8 +5,8 @@ import type { CaseResult } from './verdict.ts';
 
 /** CPU time a program may use for all its cases together: endless ones end by the kernel's timer. */
 const CPU_SECONDS = 0.3;
-/** Wall-clock limit, for programs that disarm the timer or sleep. */
-const WALL_MS = 3000;
+/** Wall-clock limit, for programs that disarm the timer or sleep; QuickJS has no other. */
+const WALL_MS: Record<Language, number> = { python: 3000, javascript: 1000 };
 
 /**
  * The request that evaluates one program on the inputs of all cases, in a process of its own. Inputs go
@@ -22,7 +22,7 @@ export function codeRequest(
   return {
     language,
     source: language === 'python' ? pythonSource(program, inputs) : scriptSource(program, inputs),
-    timeoutMs: WALL_MS,
+    timeoutMs: WALL_MS[language],
   };
 }
 

@@ -1,0 +1,111 @@
+import { mkdtempSync, rmSync } from 'node:fs';
+import { tmpdir } from 'node:os';
+import { join } from 'node:path';
+import { afterAll, beforeAll, describe, expect, it } from 'vitest';
+import { Lockstep } from '../../model/lockstep.ts';
+import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
+import type { SandboxDriver } from '../../sandbox/contract.ts';
+import { auditPrograms } from './audit.ts';
+import { drawTasks, openTask, type ProgramTask } from './environment.ts';
+import { SharedSandboxes } from './shared-sandbox.ts';
+import { parts, writeProgram } from './spec.ts';
+
+const root = mkdtempSync(join(tmpdir(), 'programs-'));
+const driver = await BubblewrapDriver.open({ dir: root }).catch((error: Error) => error);
+const reason = driver instanceof Error ? driver.message : '';
+
+describe.skipIf(driver instanceof Error)(`in bubblewrap ${reason}`, () => {
+  const python = driver as SandboxDriver;
+  const [task] = drawTasks('train', 1, 1) as [ProgramTask];
+  const right = writeProgram(
+    task.spec,
+    'python',
+    parts(task.spec).map(() => false),
+  );
+  let sandbox: Awaited<ReturnType<SandboxDriver['create']>>;
+  beforeAll(async () => {
+    sandbox = await python.create(openTask(task, 'python').sandbox);
+  });
+  afterAll(async () => {
+    await sandbox?.stop();
+    await python.close();
+    rmSync(root, { recursive: true, force: true });
+  });
+
+  it('passes its audit', async () => {
+    const report = await auditPrograms(python, 'python', 120, 7);
+    expect(report.lines.filter((line) => !line.startsWith('ok'))).toEqual([]);
+    expect(report.passed).toBe(true);
+    expect(report.checks.every((check) => check.tried > 20)).toBe(true);
+  });
+
+  it.each([
+    ['an endless loop', '[i for i in iter(int,1)]', /^!ETime=$/],
+    ['endless in C', '10**10**10', /^!E(Time|Memory)=$/],
+    [
+      'endless with the timer disarmed',
+      `[__import__('signal').setitimer(1,0),list(iter(int,1))]`,
+      /^!E\w+=$/,
+    ],
+    ['a memory bomb', "'x'*(1<<40)", /^!EMemory=$/],
+    ['a slow memory bomb', '[bytearray(1<<24) for i in range(10**9)]', /^!EMemory=$/],
+    ['deep recursion', '(f:=lambda n:f(n))(1)', /^!E\w+=$/],
+    ['an exit', `__import__('os')._exit(0)`, /^!EOutput=$/],
+    ['a crash', `__import__('ctypes').string_at(0)`, /^!E\w+=$/],
+    ['a syntax error', 'x[', /^!ESyntax=$/],
+    ['a null byte', 'x\u0000', /^!ESyntax=$/],
+    ['a statement', 'import os', /^!ESyntax=$/],
+    ['a function', 'lambda:1', /^!EType=$/],
+    ['a float', '1.5', /^!EType=$/],
+    ['a huge number', '10**4000', /^!ELarge=$/],
+    ['an own exception', '1/0', /^!EZeroDivision=$/],
+    ['a fork', `[__import__('os').fork(),x][1]`, /^!/],
+    ['fake output', `__import__('os').write(3,b'[{"i":1}]')`, /^!/],
+    [
+      'a patched built-in',
+      `[__builtins__.__setitem__('repr',lambda v:'1') if type(__builtins__) is dict else setattr(__builtins__,'repr',lambda v:'1'),1.5][1]`,
+      /^!/,
+    ],
+  ])('%s is an observation', async (_, program, expected) => {
+    const [tool] = openTask(task, 'python').tools;
+    const run = (text: string) => tool!.run({ program: text }, { sandbox } as never);
+    expect((await run(program)).output).toMatch(expected);
+    // And the sandbox goes on.
+    expect((await run(right)).output).toBe('+');
+  });
+
+  it('evaluates the programs of many submits in one round trip, each on its own', async () => {
+    const lockstep = new Lockstep();
+    let trips = 0;
+    const counted = {
+      create: async () => ({
+        ...sandbox,
+        stop: async () => {},
+        runCode: (requests: Parameters<typeof sandbox.runCode>[0]) => {
+          trips += 1;
+          return sandbox.runCode(requests);
+        },
+      }),
+    };
+    const shared = new SharedSandboxes(counted as never, {}, lockstep, 2);
+    const outputs = await Promise.all(
+      drawTasks('train', 2, 12).map((each, index) =>
+        lockstep.run(index, async (lane) => {
+          const [tool] = openTask(each, 'python').tools;
+          const view = await shared.forLane(index, lane).create();
+          const program =
+            index === 5
+              ? `__import__('os')._exit(1)`
+              : writeProgram(
+                  each.spec,
+                  'python',
+                  parts(each.spec).map(() => false),
+                );
+          return (await tool!.run({ program }, { sandbox: view } as never)).output;
+        }),
+      ),
+    );
+    expect(trips).toBe(2);
+    expect(outputs).toEqual(outputs.map((_, i) => (i === 5 ? '!EExit=' : '+')));
+  });
+});
