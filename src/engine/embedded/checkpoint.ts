@@ -62,7 +62,8 @@ export async function saveCheckpoint(
     await replaceFolder(staging, folder);
     await syncFolder(parent);
   } catch (error) {
-    await rm(staging, { recursive: true, force: true });
+    // Why saving failed matters more than a staging folder that cannot be removed either.
+    await rm(staging, { recursive: true, force: true }).catch(() => {});
     const full = (error as NodeJS.ErrnoException).code === 'ENOSPC';
     throw attribute(error, full ? 'DiskFull' : 'EngineFailed', `saving ${folder}`);
   }

@@ -9,7 +9,7 @@ import {
 } from './decoder.ts';
 import { add, mul, reshape, split } from './graph/basic.ts';
 import { Graph, type Value } from './graph/graph.ts';
-import { embedding, rope } from './graph/layers.ts';
+import { embedding, matMulTransposed, rope } from './graph/layers.ts';
 import { headDim } from './layout.ts';
 
 /**
@@ -37,7 +37,7 @@ export function prefillGraph(config: ModelConfig): Graph {
 /**
  * One token a row. Inputs: the parameters, `tokens` [rows], `positions` [rows, 1], `mask`
  * [rows, 1, 1, past] (0 where the cache holds a token of the row, else −∞) and of each layer `keys`
- * [rows, kvHeads, headDim, past] and `values` [rows, kvHeads, past, headDim]. Outputs: `logits`
+ * and `values` [rows, kvHeads, past, headDim]. Outputs: `logits`
  * [rows, vocabSize] and `cache` [rows, layers · 2 · kvHeads · headDim]: the new keys and values, layer
  * by layer. The caller owns the cache: returning only what is new copies least.
  */
@@ -53,8 +53,9 @@ export function decodeGraph(config: ModelConfig): Graph {
   const table = rotary(g, config);
   const fresh: Value[] = [];
   const attend: AttendFn = (qkv, layer) => {
-    const pastKeys = g.input(`keys${layer}`, ['rows', kvHeads, width, 'past']);
-    const pastValues = g.input(`values${layer}`, ['rows', kvHeads, 'past', width]);
+    const cached = ['rows', kvHeads, 'past', width];
+    const pastKeys = g.input(`keys${layer}`, cached);
+    const pastValues = g.input(`values${layer}`, cached);
     const byHead = reshape(g, qkv, ['rows', heads + 2 * kvHeads, 1, width]);
     const [qk, v] = split(g, byHead, 1, [heads + kvHeads, kvHeads]) as [Value, Value];
     const rotated = rope(g, qk, positions, table);
@@ -62,7 +63,7 @@ export function decodeGraph(config: ModelConfig): Graph {
     for (const part of [k, v]) fresh.push(reshape(g, part, ['rows', kvHeads * width]));
     const q = reshape(g, heads4, ['rows', kvHeads, group, width]);
     // The new token is not in the cache yet: its score is the last column of the softmax.
-    const past = g.emit('MatMul', [q, pastKeys], ['rows', kvHeads, group, 'past']);
+    const past = matMulTransposed(g, q, pastKeys, ['rows', kvHeads, group, 'past']);
     const column = ['rows', kvHeads, group, 1];
     const own = g.emit('MatMul', [q, reshape(g, k, ['rows', kvHeads, width, 1])], column);
     const scored = ['rows', kvHeads, group, 'past+1'];

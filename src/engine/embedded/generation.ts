@@ -130,7 +130,6 @@ export class Generation {
 
   /** Moves waiting rows into the batch while rows and cache allow; equal prompts are computed once. */
   async #admit(model: LoadedModel): Promise<void> {
-    const finalLength = (row: Row) => row.request.prompt.length + row.limit;
     let longest = Math.max(0, ...this.#active.map(finalLength));
     let count = this.#active.length;
     const admitted: Row[] = [];
@@ -145,7 +144,7 @@ export class Generation {
     if (admitted.length === 0) return;
     const groups = [...Map.groupBy(admitted, (row) => row.request.prompt.join()).values()];
     const lengths = groups.map((rows) => rows[0]!.request.prompt.length);
-    model.cache.reserve(count, Math.max(...lengths, this.#longestHeld()) + 1);
+    model.cache.reserve(count, Math.max(...lengths, model.cache.longest) + 1, longest);
     for (const batch of planBatches(lengths, PREFILL_TOKENS)) {
       const prompts = batch.members.map((i) => groups[i]![0]!.request.prompt);
       const out = await model.prefill(prompts, batch.length);
@@ -161,15 +160,9 @@ export class Generation {
     this.#retire();
   }
 
-  #longestHeld(): number {
-    const { cache } = this.#model;
-    let longest = 0;
-    for (let row = 0; row < cache.rows; row++) longest = Math.max(longest, cache.length(row));
-    return longest;
-  }
-
   async #step(model: LoadedModel): Promise<void> {
-    model.cache.reserve(this.#active.length, this.#longestHeld() + 1);
+    const limit = Math.max(...this.#active.map(finalLength));
+    model.cache.reserve(this.#active.length, model.cache.longest + 1, limit);
     const tokens = Int32Array.from(this.#active, (row) => row.ids.at(-1)!);
     const out = await model.decode(tokens);
     model.cache.append(out.cache!.data as Float32Array);
@@ -260,6 +253,11 @@ export class Generation {
     await this.#queue;
     await this.#model.dispose();
   }
+}
+
+/** Tokens of a row when it is done, prompt included. */
+function finalLength(row: Row): number {
+  return row.request.prompt.length + row.limit;
 }
 
 function checkRequest(request: SampleRequest, config: ModelConfig, index: number): void {

@@ -33,6 +33,9 @@ export function headDim(config: ModelConfig): number {
   return config.dim / config.heads;
 }
 
+/** Far above any model a CPU trains; a hostile configuration may not make us lay out millions. */
+const MAX_LAYERS = 1024;
+
 /** `ConfigInvalid` names the first field that does not fit. */
 export function checkConfig(config: ModelConfig): void {
   const fail = (text: string) => {
@@ -44,6 +47,7 @@ export function checkConfig(config: ModelConfig): void {
     if (!Number.isSafeInteger(value) || value < 1 || value > 2 ** 24)
       fail(`${name} must be a positive integer, got ${value}`);
   }
+  if (config.layers > MAX_LAYERS) fail(`at most ${MAX_LAYERS} layers`);
   if (config.dim % config.heads !== 0) fail(`dim ${config.dim} is no multiple of heads`);
   if (config.heads % config.kvHeads !== 0) fail(`heads ${config.heads} is no multiple of kvHeads`);
   if (headDim(config) % 2 !== 0) fail('dim / heads must be even for rotary positions');

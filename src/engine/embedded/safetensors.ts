@@ -155,8 +155,9 @@ function isSizes(value: unknown): value is number[] {
 }
 
 function checkTiling(entries: readonly Entry[], bytes: number, refuse: Refuse): void {
+  const ordered = entries.slice().sort((a, b) => a.start - b.start || a.end - b.end);
   let at = 0;
-  for (const { name, start, end } of entries.slice().sort((a, b) => a.start - b.start)) {
+  for (const { name, start, end } of ordered) {
     if (start !== at) refuse(`${name} starts at ${start}, expected ${at}`);
     at = end;
   }

@@ -144,6 +144,7 @@ export class Training {
         { next: NUMERIC_ADVICE },
       );
     accumulate(this.#gradient, fresh);
+    flushTiny(this.#gradient);
     return { logprobs, lossSum };
   }
 
@@ -169,6 +170,14 @@ export class Training {
 
 function accumulate(sum: Float32Array, more: Float32Array): void {
   for (let i = 0; i < sum.length; i++) sum[i] = sum[i]! + more[i]!;
+}
+
+/**
+ * Zeroes what is too small to matter. Threads differ in whether they flush denormals; without this,
+ * traces of them would make equal runs differ in bytes.
+ */
+function flushTiny(gradient: Float32Array): void {
+  for (let i = 0; i < gradient.length; i++) if (Math.abs(gradient[i]!) < 1e-30) gradient[i] = 0;
 }
 
 /** Loss inputs of a micro-batch. Masked positions carry zeros, whatever the caller left in them. */
