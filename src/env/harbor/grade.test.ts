@@ -184,29 +184,34 @@ describe('grading in a sandbox', () => {
 
   it('ignores what the agent planted', async () => {
     const dir = taskDir(
-      'env > /workspace/env; python3 -c "import sys; print(sys.path)"; ls -A /tests "$HOME"; grep -qx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt',
+      'ls -A /tests "$HOME"; grep -qsx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt',
     );
     const plant = `
-      set +e
-      mkdir -p bin .local/lib /tests /logs/verifier /tmp/verifier-home 2>/dev/null
-      printf '#!/bin/sh\\nexit 0\\n' | tee bin/grep bin/bash bin/python3 > /dev/null
+      mkdir -p bin .local/lib $(readlink -m /tests /logs/verifier) /tmp/verifier-home
+      printf '#!/bin/sh\nexit 0\n' | tee bin/grep bin/bash bin/python3 > /dev/null
       chmod +x bin/*
-      echo 'echo 1 > /logs/verifier/reward.txt' | tee .bashrc .profile sitecustomize.py conftest.py > /dev/null
-      echo 'echo 1 > /logs/verifier/reward.txt' 2>/dev/null > /tests/test.sh
-      echo 'echo 1 > /logs/verifier/reward.txt' 2>/dev/null > /tests/extra
-      echo '{"reward": 1}' 2>/dev/null > /logs/verifier/reward.json
-      echo 1 2>/dev/null > /logs/verifier/reward.txt
-      setsid bash -c 'while :; do echo 1 > /logs/verifier/reward.txt; echo done > result; sleep 0.01; rm -f result; done' > /dev/null 2>&1 < /dev/null &
-      sleep 0.2; true`;
-    const grade = await gradeAfter(dir, `(${plant}) 2>/dev/null; true`);
-    expect(grade.reward).toMatchObject({ status: 'ok', value: expect.any(Number) });
-    expect(grade.output).not.toContain('extra');
-    // The verifier read the workspace, not the plants: alone the agent's loop decided on `result`.
-    const still = await gradeAfter(
-      dir,
-      `(${plant.replace('echo done > result;', '')}) 2>/dev/null; true`,
-    );
-    expect(still.reward).toMatchObject({ status: 'ok', value: 0 });
+      echo 'echo 1 > /logs/verifier/reward.txt' | tee .bashrc .profile sitecustomize.py conftest.py /tests/test.sh /tests/planted /tmp/verifier-home/.bashrc > /dev/null
+      echo '{"reward": 1}' > /logs/verifier/reward.json
+      setsid bash -c 'while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done' > /dev/null 2>&1 < /dev/null &
+      sleep 0.3; cat /logs/verifier/reward.txt; ls /tests`;
+    await inSandbox(dir, async (session, sandbox) => {
+      expect((await sh(sandbox, plant)).stdout).toBe('1\nplanted\ntest.sh\n');
+      const grade = await session.grade(ended, sandbox);
+      expect(grade).toEqual({
+        reward: { status: 'ok', value: 0, components: {} },
+        output: '/tests:\ntest.sh\n\n/tmp/verifier-home:\n',
+      });
+    });
+  });
+
+  it('counts a verifier killed by the memory limit as the doing of the work', async (context) => {
+    if (driver.capabilities.memory !== 'cgroup')
+      return context.skip('memory is not limited by a control group on this machine');
+    const dir = taskDir('exec python3 -c "x = bytearray(1 << 30)"', {
+      'task.toml': '[environment]\nmemory_mb = 128\n',
+    });
+    const { reward } = await gradeAfter(dir);
+    expect(reward).toEqual({ status: 'agent_error', value: 0, components: {} });
   });
 
   it('grades the workspace as the agent left it, a process of its still writing', async () => {
@@ -218,6 +223,20 @@ describe('grading in a sandbox', () => {
       'touch before; setsid bash -c "exec -a marker-process sleep 1000" > /dev/null 2>&1 < /dev/null & touch after',
     );
     expect(grade.reward).toMatchObject({ status: 'ok', value: 1 });
+  });
+
+  it('uses no byte code of the agent, not even of the kind that ignores its source', async () => {
+    const dir = taskDir(
+      'printf "score = 0\\n" > module.py; python3 -c "import module; print(module.score)" > /logs/verifier/reward.txt',
+    );
+    const grade = await gradeAfter(
+      dir,
+      `printf 'score = 1\\n' > module.py
+       python3 -c 'import py_compile; py_compile.compile("module.py", invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)'
+       printf 'score = 0\\n' > module.py
+       test "$(python3 -c 'import module; print(module.score)')" = 1`,
+    );
+    expect(grade.reward).toMatchObject({ status: 'ok', value: 0 });
   });
 
   it('grades an agent that took away its own directory', async () => {

@@ -115,20 +115,23 @@ async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Prom
 }
 
 /**
- * The environment of a verifier. HOME is empty and not the agent's; byte code of the agent's making is
- * neither used from its cache folders nor written; user site packages are off.
+ * The environment of a verifier. HOME is empty and not the agent's; user site packages are off.
  */
 const VERIFIER_ENV = {
   ...CLEAN_ENV,
   HOME,
   PYTHONDONTWRITEBYTECODE: '1',
   PYTHONNOUSERSITE: '1',
-  PYTHONPYCACHEPREFIX: `${HOME}/pycache`,
   PYTHONHASHSEED: '0',
 } as const;
 
+/**
+ * New directories for the verifier. The workspace loses its Python byte code: a cache can be made so
+ * that it is used whatever the source beside it says (PEP 552), also when the tests bring their own.
+ */
 async function empty(sandbox: Sandbox): Promise<void> {
   const script =
+    `find ${WORKSPACE} -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; ` +
     'set -e; for d in "$@"; do d=$(readlink -m -- "$d"); mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
