@@ -34,3 +34,41 @@ export function outputText(head: Uint8Array, tail: Uint8Array, total: number): s
   const left = total - first.length - last.length;
   return `${decoder.decode(first)}\n[${left} bytes left out]\n${decoder.decode(last)}`;
 }
+
+/** The head and the tail of a stream, within `keepBytes`. */
+export class KeptOutput {
+  readonly #headLimit: number;
+  readonly #tailLimit: number;
+  #head: Buffer[] = [];
+  #headBytes = 0;
+  #tail: Buffer = Buffer.alloc(0);
+  #total = 0;
+
+  constructor(keepBytes: number) {
+    this.#tailLimit = Math.floor(keepBytes / 2);
+    this.#headLimit = keepBytes - this.#tailLimit;
+  }
+
+  add(chunk: Buffer): void {
+    this.#total += chunk.length;
+    const room = this.#headLimit - this.#headBytes;
+    const first = chunk.subarray(0, room);
+    if (first.length > 0) {
+      this.#head.push(first);
+      this.#headBytes += first.length;
+    }
+    const rest = chunk.subarray(first.length);
+    if (rest.length === 0) return;
+    const joined = rest.length >= this.#tailLimit ? rest : Buffer.concat([this.#tail, rest]);
+    this.#tail = Buffer.from(joined.subarray(Math.max(0, joined.length - this.#tailLimit)));
+  }
+
+  /** What was kept, as base64, and the number of bytes that passed. */
+  data(): { head: string; tail: string; total: number } {
+    return {
+      head: Buffer.concat(this.#head).toString('base64'),
+      tail: this.#tail.toString('base64'),
+      total: this.#total,
+    };
+  }
+}

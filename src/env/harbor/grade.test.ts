@@ -3,8 +3,8 @@ import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { apply, type NewEvent, type Reward, type RunState } from '../../core/index.ts';
-import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { Sandbox, SandboxDriver } from '../../sandbox/contract.ts';
+import { openSandboxes, probeBubblewrap } from '../../sandbox/index.ts';
 import { type HarborSession, harborEnvironment } from './environment.ts';
 import { runSolution } from './solution.ts';
 
@@ -52,13 +52,18 @@ const ASK = (step: number): NewEvent => ({
 });
 const ended = stateAfter({}, DONE);
 
-describe('grading in a sandbox', () => {
+const probeDir = mkdtempSync(join(tmpdir(), 'harbor-probe-'));
+const probe = await probeBubblewrap({ dir: probeDir });
+rmSync(probeDir, { recursive: true, force: true });
+const lacking = probe.ok ? '' : ` (skipped: ${probe.reason})`;
+
+describe.skipIf(!probe.ok)(`grading in a sandbox${lacking}`, () => {
   let driver: SandboxDriver;
   let root: string;
   let count = 0;
   beforeAll(async () => {
     root = mkdtempSync(join(tmpdir(), 'harbor-grade-'));
-    driver = await BubblewrapDriver.open({ dir: join(root, 'sandboxes') });
+    ({ driver } = await openSandboxes({ dir: join(root, 'sandboxes'), prefer: 'bubblewrap' }));
   });
   afterAll(async () => {
     await driver?.close();

@@ -7,20 +7,14 @@ import {
   type FileEntry,
   LonghaulError,
 } from '../../core/index.ts';
-import type {
-  LayerId,
-  Sandbox,
-  SandboxSpec,
-  SandboxUsage,
-  SnapshotOptions,
-} from '../contract.ts';
+import type { LayerId, Sandbox, SandboxSpec, SandboxUsage, SnapshotOptions } from '../contract.ts';
 import { DEFAULT_KEEP_BYTES, outputText } from '../output.ts';
 import type { Cgroup } from './cgroup.ts';
 import { AgentChannel, type Frame, frameParts } from './channel.ts';
 import type { AgentLimits } from './command.ts';
 import { bubblewrapCommand } from './command.ts';
 import { type LayerRegistry, type LayerStack, newDurableId } from './layers.ts';
-import { layerOwner, type LayerRef, type SandboxExit, type Supervisor } from './supervisor.ts';
+import { type LayerRef, layerOwner, type SandboxExit, type Supervisor } from './supervisor.ts';
 
 const DEFAULT_EXEC_TIMEOUT_MS = 60_000;
 const DEFAULT_CODE_TIMEOUT_MS = 10_000;

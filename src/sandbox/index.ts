@@ -1,0 +1,10 @@
+export { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
+export * from './contract.ts';
+export {
+  type OpenedSandboxes,
+  type OpenSandboxesOptions,
+  openSandboxes,
+  type Probe,
+  probeBubblewrap,
+} from './open.ts';
+export { QuickJsDriver, type QuickJsOptions } from './quickjs/driver.ts';

@@ -1,0 +1,80 @@
+import { LonghaulError } from '../core/index.ts';
+import { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
+import type { SandboxDriver } from './contract.ts';
+import { QuickJsDriver } from './quickjs/driver.ts';
+
+export interface OpenSandboxesOptions extends BubblewrapOptions {
+  /** The driver to use or fail; without it bubblewrap where it runs, else QuickJS. */
+  prefer?: 'bubblewrap' | 'quickjs';
+}
+
+export interface OpenedSandboxes {
+  driver: SandboxDriver;
+  /** One line for the user: what was chosen and why. */
+  saidAloud: string;
+}
+
+export type Probe = { ok: true; said: string } | { ok: false; reason: string; next: string };
+
+function describe(driver: BubblewrapDriver): string {
+  const { cpu, memory, pids, ownUid } = driver.capabilities;
+  const limits = driver.cgroups
+    ? `cgroup ${driver.cgroups.version} ${Object.entries({ memory, cpu, pids })
+        .filter(([, how]) => how === 'cgroup')
+        .map(([name]) => name)
+        .join('/')}`
+    : 'memory and pids by rlimit only (no writable cgroup)';
+  return `sandbox: bubblewrap (${ownUid ? 'own uid' : 'shared uid'}, ${limits}, overlay layers)`;
+}
+
+/** Opens bubblewrap and runs one command in it: only that proves that it works here. */
+async function openBubblewrap(options: BubblewrapOptions): Promise<BubblewrapDriver> {
+  const driver = await BubblewrapDriver.open(options);
+  try {
+    const sandbox = await driver.create({});
+    const result = await sandbox.exec({ argv: ['true'] });
+    await sandbox.stop();
+    if (result.code !== 0)
+      throw new LonghaulError(
+        'SandboxUnavailable',
+        `bubblewrap: \`true\` failed: ${result.stderr}`,
+      );
+    return driver;
+  } catch (error) {
+    await driver.close();
+    throw error;
+  }
+}
+
+/** Whether bubblewrap works on this machine, found out by running it, or why not and what to do. */
+export async function probeBubblewrap(options: BubblewrapOptions): Promise<Probe> {
+  try {
+    const driver = await openBubblewrap({ ...options, warm: 0 });
+    const said = describe(driver);
+    await driver.close();
+    return { ok: true, said };
+  } catch (error) {
+    const known = error instanceof LonghaulError ? error : null;
+    const message = error instanceof Error ? error.message : String(error);
+    return { ok: false, reason: message.split('\n')[0]!, next: known?.next ?? 'Report it.' };
+  }
+}
+
+/** The machine's sandboxes. `SandboxUnavailable` when the preferred driver, or none, works here. */
+export async function openSandboxes(options: OpenSandboxesOptions): Promise<OpenedSandboxes> {
+  const { prefer, ...rest } = options;
+  const weaker = 'QuickJS in a separate process: weaker boundary, JavaScript only';
+  if (prefer === 'quickjs') {
+    const driver = await QuickJsDriver.open(rest);
+    return { driver, saidAloud: `sandbox: ${weaker}; as asked` };
+  }
+  try {
+    const driver = await openBubblewrap(rest);
+    return { driver, saidAloud: describe(driver) };
+  } catch (error) {
+    if (prefer === 'bubblewrap' || !(error instanceof LonghaulError)) throw error;
+    const driver = await QuickJsDriver.open(rest);
+    const reason = error.message.split('\n')[0];
+    return { driver, saidAloud: `sandbox: ${weaker}; ${reason} (${error.next})` };
+  }
+}
