@@ -1,4 +1,12 @@
-import { chmodSync, mkdirSync, mkdtempSync, rmSync, symlinkSync, writeFileSync } from 'node:fs';
+import {
+  chmodSync,
+  mkdirSync,
+  mkdtempSync,
+  readFileSync,
+  rmSync,
+  symlinkSync,
+  writeFileSync,
+} from 'node:fs';
 import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
@@ -163,14 +171,51 @@ describe.skipIf(!probe.ok)(`grading in a sandbox${lacking}`, () => {
       `setsid bash -c 'while :; do echo "{\\"reward\\": 1}" > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; done' >/dev/null 2>&1 &`,
     );
     expect(daemon.reward).toMatchObject({ status: 'ok', value: 0 });
-    // Looks for answers in the tests and in the verifier's memory.
-    const spy = await calc(
-      `cat /tests/* && echo 1 > /workspace/tests-seen; head -c1 /proc/$PPID/environ && echo 1`,
-    );
-    expect(spy.reward).toMatchObject({ status: 'ok', value: 0 });
-    // Kills the verifier: its own doing, so it costs the score.
-    const killer = await calc('kill -9 $PPID');
-    expect(killer.reward).toEqual({ status: 'agent_error', value: 0, components: {} });
+    // Takes the verifier down, with a reward of its own in place: costs the score.
+    for (const sabotage of [
+      'kill -9 $PPID',
+      `echo '{"reward": 1}' > /logs/verifier/reward.json; kill -9 $PPID`,
+      'rm -r $(readlink -m /logs)',
+      'chmod 0 /tmp',
+      'mkdir /logs/verifier/reward.json.new',
+      'i=0; while head -c 1M /dev/zero > /tmp/$((i++)); do :; done',
+    ]) {
+      const { reward } = await calc(sabotage);
+      expect({ sabotage, value: reward.value }).toEqual({ sabotage, value: 0 });
+    }
+  });
+
+  it('the harness of the examples hides tests and memory from the work', async () => {
+    const harness = readFileSync(join(EXAMPLES, 'wrangle-logs/tests/harness.py'), 'utf8');
+    const verify = (hide: string) => `import sys
+sys.path.insert(0, "/tests")
+from harness import finish, run, take_over
+${hide}
+print(run(["/workspace/spy"])[1])
+finish(reward=0)
+`;
+    const spy = `cat > spy <<'END'
+#!/usr/bin/env python3
+import os
+for path in ("/tests/verify.py", "/proc/%d/mem" % os.getppid(), "/proc/%d/environ" % os.getppid()):
+    try:
+        os.open(path, os.O_RDONLY)
+        print("opened", path)
+    except OSError:
+        pass
+END
+chmod +x spy`;
+    const opened = async (hide: string) => {
+      const tests = { 'tests/harness.py': harness, 'tests/verify.py': verify(hide) };
+      const { reward, output } = await gradeAfter(
+        taskDir('exec python3 -I /tests/verify.py', tests),
+        spy,
+      );
+      expect(reward).toMatchObject({ status: 'ok', value: 0 });
+      return output?.match(/^opened/gm)?.length ?? 0;
+    };
+    expect(await opened('')).toBe(3);
+    expect(await opened('take_over()')).toBe(0);
   });
 
   it('shows neither tests nor solution to the agent', async () => {
@@ -189,7 +234,7 @@ describe.skipIf(!probe.ok)(`grading in a sandbox${lacking}`, () => {
 
   it('ignores what the agent planted', async () => {
     const dir = taskDir(
-      'ls -A /tests "$HOME"; grep -qsx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt',
+      'ls -A /tests "$HOME"; grep -qsx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt; sleep 0.2',
     );
     const plant = `
       mkdir -p bin .local/lib $(readlink -m /tests /logs/verifier) /tmp/verifier-home
