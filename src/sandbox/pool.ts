@@ -18,8 +18,10 @@ export interface PoolOptions<T> {
   waitMs: number;
 }
 
-interface Waiter {
-  grant(): void;
+interface Waiter<T> {
+  key: string;
+  /** Ends the wait: with a member, or with a free place to make one in. */
+  grant(member: T | null): void;
 }
 
 /**
@@ -31,7 +33,7 @@ export class Pool<T extends Poolable> {
   readonly #options: PoolOptions<T>;
   readonly #ready = new Map<string, T[]>();
   readonly #refilling = new Map<string, Promise<void>>();
-  readonly #waiters: Waiter[] = [];
+  readonly #waiters: Waiter<T>[] = [];
   #live = 0;
   #closed = false;
 
@@ -66,7 +68,8 @@ export class Pool<T extends Poolable> {
       }
       await this.#discard(member);
     }
-    await this.#place(key);
+    const waited = await this.#place(key);
+    if (waited) return waited;
     try {
       const member = await this.#options.make(key);
       this.#refill(key);
@@ -80,7 +83,11 @@ export class Pool<T extends Poolable> {
   /** A member that was handed out is gone: its place is free. */
   release(): void {
     this.#live--;
-    this.#waiters.shift()?.grant();
+    if (this.#closed) return;
+    const waiter = this.#waiters.shift();
+    if (!waiter) return;
+    this.#live++;
+    waiter.grant(null);
   }
 
   async #discard(member: T): Promise<void> {
@@ -91,8 +98,8 @@ export class Pool<T extends Poolable> {
     }
   }
 
-  /** Takes a place, making room from idle members of other keys, or waits for one. */
-  async #place(key: string): Promise<void> {
+  /** Takes a place, making room from idle members of other keys, or waits for one or for a member. */
+  async #place(key: string): Promise<T | null> {
     if (this.#closed) throw closed();
     if (this.#live >= this.#options.maxLive) {
       const idle = [...this.#ready.entries()].find(([other, list]) => other !== key && list.length);
@@ -101,14 +108,14 @@ export class Pool<T extends Poolable> {
     }
     if (this.#live < this.#options.maxLive) {
       this.#live++;
-      return;
+      return null;
     }
-    await new Promise<void>((resolve, reject) => {
-      const waiter: Waiter = {
-        grant: () => {
+    const member = await new Promise<T | null>((resolve, reject) => {
+      const waiter: Waiter<T> = {
+        key,
+        grant: (granted) => {
           clearTimeout(timer);
-          this.#live++;
-          resolve();
+          resolve(granted);
         },
       };
       const timer = setTimeout(() => {
@@ -123,10 +130,17 @@ export class Pool<T extends Poolable> {
       }, this.#options.waitMs);
       this.#waiters.push(waiter);
     });
-    if (this.#closed) {
-      this.release();
-      throw closed();
-    }
+    if (this.#closed) throw closed();
+    return member;
+  }
+
+  /** A member made ahead: to whoever waits for one, or to the shelf. */
+  async #shelve(key: string, member: T): Promise<void> {
+    if (this.#closed) return this.#discard(member);
+    const index = this.#waiters.findIndex((waiter) => waiter.key === key);
+    if (index >= 0) this.#waiters.splice(index, 1)[0]!.grant(member);
+    else if (this.#waiters.length > 0) await this.#discard(member);
+    else this.#ready.get(key)!.push(member);
   }
 
   /** One refill a key at a time; warm members never take a place that somebody waits for. */
@@ -143,9 +157,7 @@ export class Pool<T extends Poolable> {
       while (wanted()) {
         this.#live++;
         try {
-          const member = await this.#options.make(key);
-          if (this.#closed) await this.#discard(member);
-          else list.push(member);
+          await this.#shelve(key, await this.#options.make(key));
         } catch {
           // The next request makes one itself and gets the reason.
           this.release();
@@ -162,7 +174,7 @@ export class Pool<T extends Poolable> {
   /** Stops the ready members and ends all waiting. Handed-out ones are their holders' to stop. */
   async close(): Promise<void> {
     this.#closed = true;
-    for (const waiter of this.#waiters.splice(0)) waiter.grant();
+    for (const waiter of this.#waiters.splice(0)) waiter.grant(null);
     await Promise.all(this.#refilling.values());
     const members = [...this.#ready.values()].flat();
     this.#ready.clear();

@@ -240,7 +240,8 @@ export class BubblewrapSandbox implements Sandbox {
   async #restart(): Promise<void> {
     try {
       this.#channel?.destroy();
-      await this.#host.supervisor.request('bare', { sid: this.id });
+      // Files written by the command that ran out of memory must leave the new agent its own.
+      this.#followDisk(Number(await this.#host.supervisor.request('bare', { sid: this.id })));
       await this.#launch();
       const frozen: LayerRef = { home: this.id, name: this.#upper, uid: this.uid };
       await this.#mount([frozen, ...this.#stack], { retired: this.#upper });

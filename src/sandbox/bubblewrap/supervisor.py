@@ -527,7 +527,8 @@ class Supervisor:
         os.rmdir(top)
 
     def op_bare(self, request):
-        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
+        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to.
+        Answers with the bytes that files hold."""
         top = "s%s" % request["sid"]
         unmount(top + "/ws")
         unmount(top + "/tmp")
@@ -535,6 +536,9 @@ class Supervisor:
         if sandbox["tmp"]:
             self.discard(sandbox["tmp"])
         sandbox["tmp"] = None
+        info = os.statvfs(top + "/d")
+        self.answer({"id": request["id"], "ok": (info.f_blocks - info.f_bfree) * info.f_frsize})
+        return NotImplemented
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
@@ -580,14 +584,18 @@ class Supervisor:
         connection.close()
 
     def read_errors(self, sandbox):
-        if sandbox["fd"] < 0:
-            return  # closed by `reap`, for an event of the same round
-        try:
-            chunk = os.read(sandbox["fd"], 65536)
-        except BlockingIOError:
-            return
-        sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
-        if not chunk:
+        """Keeps the end of what bubblewrap and the agent say; guests never have this descriptor."""
+        while sandbox["fd"] >= 0:
+            try:
+                chunk = os.read(sandbox["fd"], 65536)
+            except BlockingIOError:
+                return
+            sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
+            if not chunk:
+                self.close_errors(sandbox)
+
+    def close_errors(self, sandbox):
+        if sandbox["fd"] >= 0:
             self.selector.unregister(sandbox["fd"])
             os.close(sandbox["fd"])
             sandbox["fd"] = -1
@@ -611,8 +619,8 @@ class Supervisor:
             sandbox = self.children.pop(pid, None)
             if sandbox:
                 sandbox["pid"] = 0
-                if sandbox["fd"] >= 0:
-                    self.read_errors(sandbox)
+                self.read_errors(sandbox)
+                self.close_errors(sandbox)
                 self.answer({
                     "event": "exit",
                     "sid": sandbox["sid"],
@@ -632,7 +640,7 @@ class Supervisor:
         try:
             result = getattr(self, "op_" + request["op"])(request)
             if result is NotImplemented:
-                return  # answered later by a worker
+                return  # answered by the operation itself, or later by a worker
             self.answer({"id": request["id"], "ok": True})
         except OSError as error:
             self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
