@@ -178,7 +178,7 @@ describe.skipIf(!probe.ok)(`grading in a sandbox${lacking}`, () => {
       'rm -r $(readlink -m /logs)',
       'chmod 0 /tmp',
       'mkdir /logs/verifier/reward.json.new',
-      'i=0; while head -c 1M /dev/zero > /tmp/$((i++)); do :; done',
+      `python3 -c "for i in range(10**6): open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))"`,
     ]) {
       const { reward } = await calc(sabotage);
       expect({ sabotage, value: reward.value }).toEqual({ sabotage, value: 0 });
