@@ -9,7 +9,7 @@ import {
   initialise,
   isPrivateFolder,
   preparePaths,
-  removeOldSocketDirs,
+  removeLeftovers,
   removeSocketDir,
   type ServerPaths,
   serverFailure,
@@ -207,7 +207,7 @@ async function startOnce(paths: ServerPaths, deadline: number): Promise<string |
   while (Date.now() < deadline) {
     const file = readPidFile(paths.dataDir);
     if (file?.pid === server.pid && file.status === 'ready') {
-      await removeOldSocketDirs(paths, server.socketDir);
+      await removeLeftovers(paths, server.socketDir);
       return null;
     }
     if (output !== null) {

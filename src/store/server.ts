@@ -54,7 +54,6 @@ export function serverPaths(home: string): ServerPaths {
  */
 export async function initialise(paths: ServerPaths): Promise<void> {
   if (exists(join(paths.dataDir, 'PG_VERSION'))) return;
-  await removeAbandoned(paths.root);
   const binaries = await findBinaries(paths.links);
   const launcher = unprivilegedLauncher();
   const draft = join(paths.root, `initdb-${process.pid}-${randomBytes(4).toString('hex')}`);
@@ -77,15 +76,6 @@ export async function initialise(paths: ServerPaths): Promise<void> {
     await rm(draft, { recursive: true, force: true });
     const lostRace = ['ENOTEMPTY', 'EEXIST'].includes(codeOf(thrown) ?? '');
     if (!lostRace) throw fileError(thrown, paths.dataDir);
-  }
-}
-
-/** What is left of an initdb that was killed in the middle. */
-async function removeAbandoned(root: string): Promise<void> {
-  for (const name of await readdir(root)) {
-    const pid = /^initdb-(\d+)-/.exec(name)?.[1];
-    if (pid !== undefined && !isAlive(Number(pid)))
-      await rm(join(root, name), { recursive: true, force: true });
   }
 }
 
@@ -241,10 +231,17 @@ export async function removeSocketDir(folder: string): Promise<void> {
     await rm(folder, { recursive: true, force: true });
 }
 
-/** What killed servers and starters left in the home, once the server with the socket `used` runs. */
-export async function removeOldSocketDirs(paths: ServerPaths, used: string): Promise<void> {
+/**
+ * Removes what killed servers and starters left in the home, once the server with the socket `used` runs.
+ * An initdb whose starter was killed may still be writing: what then remains goes next time.
+ */
+export async function removeLeftovers(paths: ServerPaths, used: string): Promise<void> {
   for (const name of await readdir(paths.root)) {
-    if (join(paths.root, name) !== used) await removeSocketDir(join(paths.root, name));
+    const path = join(paths.root, name);
+    const starter = /^initdb-(\d+)-/.exec(name)?.[1];
+    if (starter !== undefined && !isAlive(Number(starter)))
+      await rm(path, { recursive: true, force: true, maxRetries: 2 }).catch(() => {});
+    else if (path !== used) await removeSocketDir(path);
   }
 }
 
@@ -278,6 +275,10 @@ export function serverFailure(output: string, context: string, path: string): Lo
   if (/Read-only file system|Permission denied|Operation not permitted/i.test(output))
     return new LonghaulError('StoreReadOnly', message, {
       next: `Make ${path} writable, or give another home folder with --home.`,
+    });
+  if (/failed to execute|spawn .* ENOENT/i.test(output))
+    return new LonghaulError('StoreUnavailable', message, {
+      next: 'The embedded binaries need glibc (not musl, as in Alpine): use another image, or set DATABASE_URL to a Postgres of yours.',
     });
   if (/not compatible with this version|incompatible with server/i.test(output))
     return new LonghaulError('StoreTooNew', message, {
