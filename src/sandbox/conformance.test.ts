@@ -117,8 +117,7 @@ describe.each(drivers)('$name', ({ open }) => {
         stdout: 'x',
         stderr: 'b\n',
       });
-    else
-      await expect(sandbox.exec(request)).rejects.toMatchObject({ code: 'CapabilityMissing' });
+    else await expect(sandbox.exec(request)).rejects.toMatchObject({ code: 'CapabilityMissing' });
     await sandbox.stop();
   });
 

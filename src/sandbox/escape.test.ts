@@ -119,13 +119,19 @@ const attempts = (): Attempt[] => [
   },
   {
     name: 'write to system directories',
-    shell: 'for d in /usr /etc /bin / /dev /usr/bin /proc/sys/kernel; do touch $d/x && echo WROTE; done',
+    shell:
+      'for d in /usr /etc /bin / /dev /usr/bin /proc/sys/kernel; do touch $d/x && echo WROTE; done',
     held: (result) => expect(result.stdout).not.toContain('WROTE'),
   },
-  { name: 'the agent’s own source', shell: 'echo x >> /.agent.py', held: prints(/Read-only|denied/) },
+  {
+    name: 'the agent’s own source',
+    shell: 'echo x >> /.agent.py',
+    held: prints(/Read-only|denied/),
+  },
   {
     name: 'core pattern and other kernel settings',
-    shell: 'echo "|/workspace/x" > /proc/sys/kernel/core_pattern && echo WROTE; echo b > /proc/sysrq-trigger && echo WROTE',
+    shell:
+      'echo "|/workspace/x" > /proc/sys/kernel/core_pattern && echo WROTE; echo b > /proc/sysrq-trigger && echo WROTE',
     held: (result) => expect(result.stdout).not.toContain('WROTE'),
   },
   {
@@ -138,7 +144,8 @@ const attempts = (): Attempt[] => [
   },
   {
     name: 'setuid programs',
-    shell: 'cp /bin/sh suid && chmod 4755 suid && ./suid -c "id -u"; su -c id; grep NoNewPrivs /proc/self/status',
+    shell:
+      'cp /bin/sh suid && chmod 4755 suid && ./suid -c "id -u"; su -c id; grep NoNewPrivs /proc/self/status',
     held: prints(/^1000\n[^]*NoNewPrivs:\s+1/),
   },
   // Environment and descriptors
@@ -196,7 +203,8 @@ const attempts = (): Attempt[] => [
   },
   {
     name: 'signals to the agent',
-    shell: 'for s in KILL STOP TERM INT SEGV ABRT USR1 BUS; do kill -$s 1; done; sleep 0.1; echo alive',
+    shell:
+      'for s in KILL STOP TERM INT SEGV ABRT USR1 BUS; do kill -$s 1; done; sleep 0.1; echo alive',
     held: prints(/alive/),
   },
   { name: 'signal to everything', shell: 'kill -KILL -1', held: (r) => expect(r.code).not.toBe(0) },
@@ -230,7 +238,11 @@ const attempts = (): Attempt[] => [
     held: refuses('EPERM'),
   },
   { name: 'unshare program', shell: 'unshare -Ur id', held: prints(/not permitted/) },
-  { name: 'nested bubblewrap', shell: 'bwrap --ro-bind / / id', held: (r) => expect(r.code).not.toBe(0) },
+  {
+    name: 'nested bubblewrap',
+    shell: 'bwrap --ro-bind / / id',
+    held: (r) => expect(r.code).not.toBe(0),
+  },
   {
     name: 'pushing characters into a terminal',
     python:
@@ -294,7 +306,8 @@ else:
   },
   {
     name: 'disk bomb',
-    shell: 'head -c 100M /dev/zero > big; head -c 100M /dev/zero > /tmp/big; head -c 100M /dev/zero > /dev/shm/big; du -cb big /tmp/big /dev/shm/big | tail -1; rm -f big /tmp/big /dev/shm/big',
+    shell:
+      'head -c 100M /dev/zero > big; head -c 100M /dev/zero > /tmp/big; head -c 100M /dev/zero > /dev/shm/big; du -cb big /tmp/big /dev/shm/big | tail -1; rm -f big /tmp/big /dev/shm/big',
     held: (result) => {
       expect(result.stderr).toMatch(/No space left/);
       expect(Number.parseInt(result.stdout, 10)).toBeLessThanOrEqual(SPEC.diskBytes!);
@@ -365,12 +378,14 @@ else:
   },
   {
     name: 'writing frames to standard output and error',
-    python: 'import os\nos.write(1, b"\\x00\\x00\\x00\\x02\\x00\\x00\\x00\\x02{}"); os.write(2, b"\\xff" * 9)',
+    python:
+      'import os\nos.write(1, b"\\x00\\x00\\x00\\x02\\x00\\x00\\x00\\x02{}"); os.write(2, b"\\xff" * 9)',
     held: (result) => expect(result.stdoutBytes).toBe(10),
   },
   {
     name: 'residue in the interpreter',
-    python: 'import sys\nprint([n for n in ("leak", "sneaky") if n in globals() or n in sys.modules])',
+    python:
+      'import sys\nprint([n for n in ("leak", "sneaky") if n in globals() or n in sys.modules])',
     held: prints(/^\[\]$/m),
   },
   {

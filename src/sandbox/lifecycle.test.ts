@@ -284,10 +284,12 @@ const normal =
         ? 'this folder is private to root'
         : '';
 
-test.skipIf(normal !== '')(`works as a normal user${normal && ` (skipped: ${normal})`}`, async () => {
-  const dir = mkdtempSync(join(tmpdir(), 'longhaul-normal-'));
-  chmodSync(dir, 0o777);
-  const script = `
+test.skipIf(normal !== '')(
+  `works as a normal user${normal && ` (skipped: ${normal})`}`,
+  async () => {
+    const dir = mkdtempSync(join(tmpdir(), 'longhaul-normal-'));
+    chmodSync(dir, 0o777);
+    const script = `
     import { BubblewrapDriver } from ${JSON.stringify(room)};
     const driver = await BubblewrapDriver.open({ dir: ${JSON.stringify(join(dir, 'home'))}, warm: 0 });
     const sandbox = await driver.create();
@@ -313,21 +315,22 @@ test.skipIf(normal !== '')(`works as a normal user${normal && ` (skipped: ${norm
     console.log(JSON.stringify({ capabilities: again.capabilities, back, forked, listed,
       snippet: snippet[0].stdout, host: host.stdout, bomb: bomb[0].stderr, forks: forks[0].stdout }));
   `;
-  const user = ['setpriv', '--reuid=65534', '--regid=65534', '--clear-groups'];
-  const { next } = startScript(script, user);
-  const said = await next();
-  rmSync(dir, { recursive: true, force: true });
-  expect(said).toMatchObject({
-    capabilities: { isolation: 'namespaces', layers: 'overlay', ownUid: false },
-    back: 'onea\n',
-    forked: 'one',
-    listed: ['b'],
-    snippet: '42\n',
-    host: '1\n1000\n',
-  });
-  expect(said.bomb).toMatch(/MemoryError/);
-  expect(Number(said.forks)).toBeLessThan(130);
-});
+    const user = ['setpriv', '--reuid=65534', '--regid=65534', '--clear-groups'];
+    const { next } = startScript(script, user);
+    const said = await next();
+    rmSync(dir, { recursive: true, force: true });
+    expect(said).toMatchObject({
+      capabilities: { isolation: 'namespaces', layers: 'overlay', ownUid: false },
+      back: 'onea\n',
+      forked: 'one',
+      listed: ['b'],
+      snippet: '42\n',
+      host: '1\n1000\n',
+    });
+    expect(said.bomb).toMatch(/MemoryError/);
+    expect(Number(said.forks)).toBeLessThan(130);
+  },
+);
 
 test('the choice is made by running and said in one line', async () => {
   const dir = join(home, 'choice');
@@ -351,13 +354,15 @@ test('QuickJS: memory and stack bombs end the snippet, not the process; no Node 
   );
   expect((await run('const f = () => f(); f()')).stderr).toMatch(/stack|overflow/i);
   const names = 'process require fetch WebAssembly Deno Bun setTimeout __read __write __store';
-  const seen = await run(`print(${JSON.stringify(names.split(' '))}.filter((n) => n in globalThis))`);
+  const seen = await run(
+    `print(${JSON.stringify(names.split(' '))}.filter((n) => n in globalThis))`,
+  );
   expect(seen.stdout).toBe('[]\n');
   expect((await run('const p = () => Promise.resolve().then(p); p()', 300)).cause).toBe('timeout');
   expect((await run('print("x".repeat(9) + [1, { a: 2 }])')).stdout).toMatch(/^x{9}/);
-  expect((await run('writeFile("../../etc/passwd", "x"); print(readFile("/etc/passwd"))')).stdout).toBe(
-    'x\n',
-  );
+  expect(
+    (await run('writeFile("../../etc/passwd", "x"); print(readFile("/etc/passwd"))')).stdout,
+  ).toBe('x\n');
   expect((await run('print("still here")')).stdout).toBe('still here\n');
   await driver.close();
 });

@@ -10,6 +10,7 @@ descriptors (children get three). A memory bomb may take it along; the owner see
 Snippets of Python run in a fork of this very interpreter, which is warm; a fork keeps nothing.
 """
 
+import _signal
 import atexit
 import collections
 import ctypes
@@ -42,7 +43,7 @@ import traceback
 import types
 
 PR_SET_DUMPABLE = 4
-LIBC = ctypes.CDLL(None, use_errno=True)
+PRCTL = ctypes.CDLL(None).prctl
 WORKSPACE = "/workspace"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -132,10 +133,14 @@ def living():
 
 def set_oom_score(pid, score):
     try:
-        with open("/proc/%d/oom_score_adj" % pid, "w") as file:
-            file.write(str(score))
+        fd = os.open("/proc/%d/oom_score_adj" % pid, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
-        pass  # gone already
+        return  # gone already
+    try:
+        os.write(fd, b"%d" % score)
+    except OSError:
+        pass
+    os.close(fd)
 
 
 class Job:
@@ -307,22 +312,17 @@ def become_snippet(pipes, source):
     for fd, pipe in enumerate(pipes):
         os.dup2(pipe[0 if fd == 0 else 1], fd)
     os.closerange(3, 65536)
-    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    PRCTL(PR_SET_DUMPABLE, 1, 0, 0, 0)
     set_oom_score(os.getpid(), 500)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     try:
         os.chdir(WORKSPACE)
     except OSError:
         pass  # the guest may have taken its own permission to enter
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT)
     sys.stdin = open(0, "r", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
-    sys.argv = [""]
-    sys.path.insert(0, "")
     sys.dont_write_bytecode = False
-    gc.enable()
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
@@ -500,8 +500,11 @@ def serve():
 
 
 def main():
+    if os.getpid() != 1:
+        # It signals every process it can see: anywhere else that would be the whole machine.
+        sys.exit("the sandbox agent runs as pid 1 of a namespace of its own only")
     limits = json.loads(sys.argv[1])
-    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    PRCTL(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for pid 1
     # A limit of one byte also keeps a core_pattern pipe on the host from being started.
@@ -512,6 +515,10 @@ def main():
     if "data" in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (limits["data"], limits["data"]))
     os.chdir("/")
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)  # snippets inherit it
+    sys.argv = [""]
+    sys.path.insert(0, "")
     gc.collect()
     gc.freeze()  # forks then leave the shared pages alone
     write_frame({"hello": 1}, [])

@@ -217,6 +217,8 @@ class Supervisor:
         self.enter_namespaces()
         self.idmap = self.root and self.probe_idmap()
         self.probe_overlay()
+        self.discarded = 0
+        self.janitor = self.start_janitor()
         self.listen()
         self.ready = {
             "root": self.root,
@@ -433,13 +435,34 @@ class Supervisor:
                 if error.errno != errno.EINVAL:
                     raise  # EINVAL: more is in use already, which is a limit too
 
+    def start_janitor(self):
+        """A child that deletes trees, so that a large one holds up no request."""
+        read, write = os.pipe()
+        if os.fork() == 0:
+            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            os.close(write)
+            rest = b""
+            while chunk := os.read(read, 65536):
+                *paths, rest = (rest + chunk).split(b"\0")
+                for path in paths:
+                    shutil.rmtree(path, ignore_errors=True)
+            os._exit(0)
+        os.close(read)
+        return write
+
     def discard(self, path):
-        """Removes a tree without holding up the next request: moved aside, then deleted by a child."""
+        """Moves a tree aside, out of the way of its successor, and has it deleted."""
         if not os.path.lexists(path):
             return
-        aside = "%s.gone%d" % (path, os.getpid())
+        self.discarded += 1
+        aside = "%s.gone%d" % (path, self.discarded)
         os.rename(path, aside)
-        self.work(lambda: shutil.rmtree(aside, ignore_errors=True), lambda _: None)
+        try:
+            os.write(self.janitor, aside.encode() + b"\0")
+        except BrokenPipeError:
+            os.close(self.janitor)
+            self.janitor = self.start_janitor()
+            os.write(self.janitor, aside.encode() + b"\0")
 
     def op_discard(self, request):
         self.discard("s%s/d/%s" % (request["sid"], request["name"]))
@@ -699,6 +722,7 @@ class Supervisor:
         """Every sandbox's pid 1 dies with its bwrap; the namespace's mounts go with the last process."""
         for pid in [*self.children, *self.workers]:
             os.kill(pid, signal.SIGKILL)
+        os.close(self.janitor)
         try:
             while True:
                 os.waitpid(-1, 0)
