@@ -2,13 +2,11 @@ export type { Evaluation, Share } from './evaluate.ts';
 export { programmer } from './programmer.ts';
 export {
   type Control,
-  type KeptRollouts,
   type QuickstartDeps,
   type QuickstartOptions,
   type QuickstartProgress,
   type QuickstartResults,
-  type QuickstartSpec,
   resumeQuickstart,
   runQuickstart,
 } from './quickstart.ts';
-export { logRollouts, type RolloutStore } from './rollouts.ts';
+export { logRollouts } from './rollouts.ts';

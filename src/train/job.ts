@@ -109,20 +109,10 @@ export class Job<Spec, Results> {
       await rm(join(this.folder, previous), { recursive: true, force: true });
   }
 
-  /**
-   * One line in `metrics.jsonl` and one record in the sink.
-   *
-   * @param step counts within its phase, `totalStep` over all phases
-   */
-  async record(
-    phase: string,
-    step: number,
-    totalStep: number,
-    values: Record<string, number>,
-  ): Promise<void> {
+  /** One line in `metrics.jsonl` and one record in the sink, as job `ID/PHASE`: `step` counts within its phase. */
+  async record(phase: string, step: number, values: Record<string, number>): Promise<void> {
     await appendFile(this.#metricsFile, `${JSON.stringify({ phase, step, ...values })}\n`);
-    const named = Object.entries(values).map(([name, value]) => [`${phase}.${name}`, value]);
-    await this.#sink?.write({ job: this.id, step: totalStep, values: Object.fromEntries(named) });
+    await this.#sink?.write({ job: `${this.id}/${phase}`, step, values });
   }
 
   get #metricsFile(): string {

@@ -337,7 +337,6 @@ function newRunner(
 function stopwatch(job: QuickstartJob, deps: QuickstartDeps, stage: 'warmup' | 'train') {
   const { schedule } = job.state.spec;
   const of = stage === 'warmup' ? schedule.warmup.steps : schedule.grpo.steps;
-  const earlier = stage === 'warmup' ? 0 : schedule.warmup.steps;
   const expected = expectedSeconds(schedule);
   const perStep = stage === 'warmup' ? expected.warmupStep : expected.grpoStep;
   let last = performance.now();
@@ -356,7 +355,7 @@ function stopwatch(job: QuickstartJob, deps: QuickstartDeps, stage: 'warmup' | '
       const later = stage === 'warmup' ? expected.afterWarmup : expected.afterTraining;
       const secondsLeft = slowness * ((of - step) * perStep + later);
       const record = { ...values, seconds };
-      await job.record(stage, step, earlier + step, record);
+      await job.record(stage, step, record);
       deps.onProgress({ kind: 'step', stage, step, of, values: record, secondsLeft });
     },
   };

@@ -96,7 +96,7 @@ export function programs(language: Language): Environment {
 export function openTask(task: ProgramTask, language: Language): TaskSession {
   return {
     ref: task.ref,
-    name: `programs ${formatSpec(task.spec)}`,
+    name: `programs ${task.ref.id}`,
     hash: createHash('sha256')
       .update(JSON.stringify([RULES, language, task.ref.id, task.cases]))
       .digest('hex'),

@@ -4,6 +4,7 @@ import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { Lockstep } from '../../model/lockstep.ts';
 import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
+import { QuickJsDriver } from '../../sandbox/quickjs/driver.ts';
 import type { SandboxDriver } from '../../sandbox/contract.ts';
 import { auditPrograms } from './audit.ts';
 import { drawTasks, openTask, type ProgramTask } from './environment.ts';
@@ -107,5 +108,44 @@ describe.skipIf(driver instanceof Error)(`in bubblewrap ${reason}`, () => {
     );
     expect(trips).toBe(2);
     expect(outputs).toEqual(outputs.map((_, i) => (i === 5 ? '!EExit=' : '+')));
+  });
+});
+
+describe('in QuickJS', () => {
+  const dir = mkdtempSync(join(tmpdir(), 'programs-js-'));
+  let driver: QuickJsDriver;
+  let sandbox: Awaited<ReturnType<SandboxDriver['create']>>;
+  beforeAll(async () => {
+    driver = await QuickJsDriver.open({ dir });
+    sandbox = await driver.create();
+  });
+  afterAll(async () => {
+    await sandbox?.stop();
+    await driver?.close();
+    rmSync(dir, { recursive: true, force: true });
+  });
+
+  it('passes its audit', async () => {
+    const report = await auditPrograms(driver, 'javascript', 60, 7);
+    expect(report.lines.filter((line) => !line.startsWith('ok'))).toEqual([]);
+    expect(report.passed).toBe(true);
+  });
+
+  it.each([
+    ['an endless loop', '(()=>{for(;;);})()', /^!ETime=$/],
+    ['a memory bomb', "'x'.repeat(1<<29).split('')", /^!E\w+=$/],
+    ['a syntax error', 'x[', /^!ESyntax=$/],
+    ['a way out of the function', '1)}; print("[{}]"); (()=>{(0', /^!E\w+=$/],
+    ['a function', '()=>1', /^!EType=$/],
+    ['a fake print', `print('[{"i":1}]')`, /^!EType=$/],
+    ['a patched built-in', '(JSON.stringify=()=>"1",Array.prototype.push=()=>1,1.5)', /^!E\w+=$/],
+    ['a throw', '(()=>{throw 1})()', /^!E/],
+  ])('%s is an observation', async (_, program, expected) => {
+    const [task] = drawTasks('train', 1, 1);
+    const [tool] = openTask(task!, 'javascript').tools;
+    const run = (text: string) => tool!.run({ program: text }, { sandbox } as never);
+    expect((await run(program)).output).toMatch(expected);
+    const right = writeProgram(task!.spec, 'javascript', []);
+    expect((await run(right)).output).toBe('+');
   });
 });
