@@ -162,7 +162,7 @@ const attempts = (): Attempt[] => [
   {
     name: 'descriptors and memory of the agent',
     shell: 'ls /proc/1/fd; cat /proc/1/maps; head -c 10 /proc/1/mem',
-    held: prints(/denied[^]*denied[^]*denied/),
+    held: prints(/denied[\s\S]*denied[\s\S]*denied/),
   },
   // Network
   {
