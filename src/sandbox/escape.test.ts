@@ -100,7 +100,7 @@ const attempts = (): Attempt[] => [
   {
     name: 'host root by /proc/1/root',
     shell: 'ls /proc/1/root/; ls /proc/1/cwd/',
-    held: prints(/Permission denied[^]*Permission denied/),
+    held: prints(/Permission denied[\s\S]*Permission denied/),
   },
   {
     name: 'homes and variable data of the host',
@@ -139,14 +139,14 @@ const attempts = (): Attempt[] => [
     shell: 'ls /dev; mknod sda b 8 0; mknod mem c 1 1',
     held: (result) => {
       expect(result.stdout).not.toMatch(/sd|vd|nvme|mem|kmsg/);
-      expect(result.stderr).toMatch(/not permitted[^]*not permitted/);
+      expect(result.stderr).toMatch(/not permitted[\s\S]*not permitted/);
     },
   },
   {
     name: 'setuid programs',
     shell:
       'cp /bin/sh suid && chmod 4755 suid && ./suid -c "id -u"; su -c id; grep NoNewPrivs /proc/self/status',
-    held: prints(/^1000\n[^]*NoNewPrivs:\s+1/),
+    held: prints(/^1000\n[\s\S]*NoNewPrivs:\s+1/),
   },
   // Environment and descriptors
   {
