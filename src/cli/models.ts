@@ -1,6 +1,6 @@
 import type { RunSpec } from '../core/index.ts';
 import type { Model } from '../model/contract.ts';
-import { checkpointModel } from '../model/engine-model.ts';
+import { engineModel, sampleAlone } from '../model/engine-model.ts';
 import { resolveModel } from '../model/index.ts';
 import { tinyRenderer } from '../model/render/tiny.ts';
 import type { Platform } from './platform.ts';
@@ -9,17 +9,23 @@ const EMBEDDED = 'embedded/';
 
 /** The model a run names, closed with the platform. `embedded/FOLDER` is a checkpoint of the embedded engine. */
 export async function openModel(platform: Platform, model: RunSpec['model']): Promise<Model> {
-  const opened = model.ref.startsWith(EMBEDDED)
-    ? await checkpointModel(platform.engine(), model.ref.slice(EMBEDDED.length), {
-        ref: model.ref,
-        renderer: tinyRenderer,
-      })
-    : await resolveModel({
-        ref: model.ref,
-        env: process.env,
-        folders: [process.cwd()],
-        ...(model.baseUrl === undefined ? {} : { baseUrl: model.baseUrl }),
-      });
+  if (model.ref.startsWith(EMBEDDED)) {
+    const checkpoint = model.ref.slice(EMBEDDED.length);
+    const sampler = await platform.engine().sampler({ checkpoint });
+    platform.closeLater(() => sampler.close());
+    return engineModel({
+      ref: model.ref,
+      renderer: tinyRenderer,
+      maxLength: sampler.config.maxLength,
+      sample: sampleAlone(sampler),
+    });
+  }
+  const opened = await resolveModel({
+    ref: model.ref,
+    env: process.env,
+    folders: [process.cwd()],
+    ...(model.baseUrl === undefined ? {} : { baseUrl: model.baseUrl }),
+  });
   platform.closeLater(async () => opened.close?.());
   return opened;
 }

@@ -6,6 +6,7 @@ export {
   type QuickstartOptions,
   type QuickstartProgress,
   type QuickstartResults,
+  type QuickstartSpec,
   resumeQuickstart,
   runQuickstart,
 } from './quickstart.ts';
