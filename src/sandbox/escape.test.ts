@@ -207,7 +207,18 @@ const attempts = (): Attempt[] => [
       'for s in KILL STOP TERM INT SEGV ABRT USR1 BUS; do kill -$s 1; done; sleep 0.1; echo alive',
     held: prints(/alive/),
   },
-  { name: 'signal to everything', shell: 'kill -KILL -1', held: (r) => expect(r.code).not.toBe(0) },
+  {
+    name: 'killing the process that waits for the next snippet',
+    shell: 'kill -KILL -1; echo done',
+    held: prints(/done/),
+  },
+  { name: 'snippet after that', python: 'print("fresh")', held: refuses('fresh') },
+  {
+    name: 'stopping the process that waits for the next snippet',
+    shell: 'kill -STOP -1; echo done',
+    held: prints(/done/),
+  },
+  { name: 'snippet after that, too', python: 'print("fresh")', held: refuses('fresh') },
   {
     name: 'tracing a child',
     python: python(`print(call(${nr('ptrace')}, 0, 0, 0, 0))`),

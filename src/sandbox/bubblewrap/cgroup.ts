@@ -140,8 +140,8 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What pid limit is added for: bubblewrap's outer process and the agent. */
-const OWN_PROCESSES = 2;
+/** What the pid limit is raised by: bubblewrap's outer process, the agent and its spare fork. */
+const OWN_PROCESSES = 3;
 const CPU_PERIOD_US = 100_000;
 
 /** One sandbox's control group in every hierarchy. */

@@ -24,6 +24,8 @@ const START_TIMEOUT_MS = 30_000;
 const GRACE_MS = 10_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
 const SQUASH_DEPTH = 32;
+/** The agent and its spare fork, which the guest's process limit leaves room for. */
+const OWN_INSIDE = 2;
 /** The memory limit follows the files on tmpfs in steps of this. */
 const MEMORY_STEP = 1024 * 1024;
 
@@ -107,7 +109,7 @@ export class BubblewrapSandbox implements Sandbox {
   async #launch(): Promise<void> {
     const limits: AgentLimits = this.#cgroup
       ? {}
-      : { processes: this.spec.pids + 1, data: this.spec.memoryBytes };
+      : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     let ended!: (exit: SandboxExit) => void;
     this.#exit = new Promise((resolve) => {
       ended = resolve;
