@@ -6,6 +6,9 @@ export interface Choice {
   logprob: number;
 }
 
+/** Reused between calls: thousands of short-lived arrays a second keep the collector busy. */
+let scratch = new Float64Array(0);
+
 /**
  * Draws a token from one row of logits. Order of operations: temperature, then top-k, then top-p over
  * what is left. Temperature 0 takes the most likely token, the lowest id at a tie. Uses exactly one
@@ -16,7 +19,8 @@ export function choose(logits: Float32Array, sampling: SamplingParams, rng: Rng)
   let best = 0;
   for (let i = 1; i < logits.length; i++) if (logits[i]! > logits[best]!) best = i;
   const top = logits[best]!;
-  const weights = new Float64Array(logits.length);
+  if (scratch.length !== logits.length) scratch = new Float64Array(logits.length);
+  const weights = scratch;
   let total = 0;
   for (let i = 0; i < logits.length; i++) total += weights[i] = Math.exp(logits[i]! - top);
   if (!Number.isFinite(total) || !Number.isFinite(top))

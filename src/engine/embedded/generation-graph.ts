@@ -65,7 +65,9 @@ export function decodeGraph(config: ModelConfig): Graph {
     // The new token is not in the cache yet: its score is the last column of the softmax.
     const past = matMulTransposed(g, q, pastKeys, ['rows', kvHeads, group, 'past']);
     const column = ['rows', kvHeads, group, 1];
-    const own = g.emit('MatMul', [q, reshape(g, k, ['rows', kvHeads, width, 1])], column);
+    const products = mul(g, q, k);
+    const lastAxis = g.constant([3], [1], 'int64');
+    const own = g.emit('ReduceSum', [products, lastAxis], column, { keepdims: 1 });
     const scored = ['rows', kvHeads, group, 'past+1'];
     const scores = g.emit('Concat', [add(g, past, mask), own], scored, { axis: 3 });
     const p = g.emit('Softmax', [scores], scored, { axis: -1 });

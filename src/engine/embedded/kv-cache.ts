@@ -4,7 +4,7 @@ import { headDim } from './layout.ts';
 
 /** Columns come in steps of this. */
 const COLUMN_STEP = 16;
-/** Growing moves every row, so it grows by more than what is needed now. */
+/** Growing moves every row, so it makes more room than is needed now. */
 const GROWTH = 1.5;
 /** Floats an idle cache keeps (64 MiB): the next batch then starts without allocating. */
 const IDLE_FLOATS = 2 ** 24;
@@ -26,7 +26,6 @@ export class KvCache {
   readonly #arrays: Float32Array[];
   #mask = new Float32Array(0);
   #lengths: number[] = [];
-  #rowCapacity = 0;
   #columns = 0;
 
   constructor(config: ModelConfig) {
@@ -55,24 +54,23 @@ export class KvCache {
    */
   reserve(rows: number, length: number, limit: number): void {
     const held = this.rows;
+    const old = held === 0 ? 0 : this.#columns;
     const needed = columnsFor(length);
-    if (held === 0) this.#columns = 0;
-    if (rows <= this.#rowCapacity && this.#columns >= needed) return;
-    const old = this.#columns;
-    const grown = old === 0 ? needed : columnsFor(old * GROWTH);
-    const columns = old >= needed ? old : Math.max(needed, Math.min(grown, columnsFor(limit)));
-    const capacity = Math.max(rows, this.#rowCapacity);
-    const blocks = held * this.#kvHeads;
+    const grown = Math.min(columnsFor(old * GROWTH), columnsFor(limit));
+    const columns = old >= needed ? old : Math.max(needed, grown);
+    const floats = rows * this.#kvHeads * columns * this.#width;
+    if (columns === old && floats <= this.#arrays[0]!.length) return;
+    const room = held === 0 ? floats : Math.ceil(floats * GROWTH);
     for (const [i, array] of this.#arrays.entries()) {
-      const size = capacity * this.#kvHeads * columns * this.#width;
-      const target = array.length >= size ? array : new Float32Array(size);
+      const target = array.length >= floats ? array : new Float32Array(room);
+      const blocks = held * this.#kvHeads;
       moveBlocks(array, old * this.#width, target, columns * this.#width, blocks);
       this.#arrays[i] = target;
     }
-    this.#mask = new Float32Array(capacity * columns).fill(-Infinity);
+    const slots = Math.floor(this.#arrays[0]!.length / (this.#kvHeads * this.#width));
+    this.#mask = new Float32Array(slots).fill(-Infinity);
     for (const [row, filled] of this.#lengths.entries())
       this.#mask.fill(0, row * columns, row * columns + filled);
-    this.#rowCapacity = capacity;
     this.#columns = columns;
   }
 
@@ -153,8 +151,6 @@ export class KvCache {
     const floats = this.#arrays.reduce((sum, array) => sum + array.length, 0);
     if (floats <= IDLE_FLOATS) return;
     this.#arrays.fill(new Float32Array(0));
-    this.#rowCapacity = 0;
-    this.#columns = 0;
   }
 }
 
