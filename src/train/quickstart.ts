@@ -279,7 +279,7 @@ function policyUpdates(
       trainer,
       played.map((item) => item.trajectory),
       reward,
-      grpoRate(grpo, step),
+      { learningRate: grpoRate(grpo, step), discount: grpo.discount },
     );
     const kept = (deps.keep ?? KEEP).groups * grpo.groupSize;
     await deps.rollouts?.write(played.slice(0, kept).map((item) => item.rollout));

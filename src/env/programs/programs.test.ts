@@ -1,5 +1,5 @@
 import { describe, expect, it } from 'vitest';
-import { type Message, Rng } from '../../core/index.ts';
+import { type GradedReward, type Message, Rng } from '../../core/index.ts';
 import { CASES, drawCases, same } from './cases.ts';
 import { drawTasks, openTask, programs, readTask, rewardOf } from './environment.ts';
 import { readResults } from './harness.ts';
@@ -208,6 +208,8 @@ describe('a run', () => {
     const reward = rewardOf({ messages });
     expect(reward.value).toBeCloseTo(value, 10);
     expect(reward.status).toBe(status);
+    const calls = messages.filter((message) => message.role === 'assistant').length;
+    expect((reward as GradedReward).perStep).toHaveLength(calls);
     expect(session.isOver({ messages } as never)).toBe(over);
   });
 
