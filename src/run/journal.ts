@@ -62,8 +62,9 @@ export class LogJournal implements Journal {
   async takeSignals(): Promise<void> {
     const rows = await this.#log.inbox(this.#lease.runId);
     if (rows.length === 0) return;
+    const fresh = rows.filter((row) => !this.#state.signals.has(row.key));
     await this.append(
-      rows.map((row) => ({
+      fresh.map((row) => ({
         type: 'signal.received' as const,
         data: { key: row.key, signal: row.signal, data: row.data },
       })),
