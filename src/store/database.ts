@@ -18,6 +18,9 @@ export interface Statement {
   name?: string;
   text: string;
   values?: unknown[];
+  /** `array` and `types` are the driver's: rows as arrays, columns parsed by other functions. */
+  rowMode?: 'array';
+  types?: { getTypeParser: () => (text: string) => unknown };
 }
 
 export interface Session {
