@@ -296,7 +296,7 @@ test.skipIf(normal !== '')(
     const run = async (line) => (await sandbox.exec({ argv: ['sh', '-c', line] })).stdout;
     await sandbox.writeFile('d/a', 'one');
     const volatile = await sandbox.snapshot();
-    await run('rm -r d; mkdir d; echo two > d/b');
+    await run('rm -r d; mkdir d; echo two > d/b; mkdir locked; echo x > locked/x; chmod 500 locked');
     const durable = await sandbox.snapshot({ durable: true });
     await sandbox.rollback(volatile);
     const back = await run('cat d/a; ls d');
@@ -311,9 +311,14 @@ test.skipIf(normal !== '')(
     const bomb = await resumed.runCode([{ language: 'python', source: 'x = bytearray(1 << 30)' }]);
     const forks = await resumed.runCode([{ language: 'python', timeoutMs: 5000, source:
       'import os, time\\ntry:\\n  for i in range(1000):\\n    if os.fork() == 0: time.sleep(9)\\nexcept OSError as e: print(i)' }]);
+    await resumed.stop();
+    await again.dropLayer(durable);
+    const dropped = await again.hasLayer(durable);
     await again.close();
+    const { readdirSync } = await import('node:fs');
+    const left = readdirSync(${JSON.stringify(join(dir, 'home', 'layers'))}).filter((n) => n === durable);
     console.log(JSON.stringify({ capabilities: again.capabilities, back, forked, listed,
-      snippet: snippet[0].stdout, host: host.stdout, bomb: bomb[0].stderr, forks: forks[0].stdout }));
+      snippet: snippet[0].stdout, host: host.stdout, bomb: bomb[0].stderr, forks: forks[0].stdout, dropped, left }));
   `;
     const user = ['setpriv', '--reuid=65534', '--regid=65534', '--clear-groups'];
     const { next } = startScript(script, user);
@@ -326,6 +331,8 @@ test.skipIf(normal !== '')(
       listed: ['b'],
       snippet: '42\n',
       host: '1\n1000\n',
+      dropped: false,
+      left: [],
     });
     expect(said.bomb).toMatch(/MemoryError/);
     expect(Number(said.forks)).toBeLessThan(130);

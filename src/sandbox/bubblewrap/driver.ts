@@ -163,14 +163,17 @@ export class BubblewrapDriver implements SandboxDriver {
     await this.#alive();
     const stack = from === undefined ? null : this.#registry.stack(from);
     const sandbox = await this.#acquire(full);
-    if (!stack) return sandbox;
+    return stack ? this.#adopted(sandbox, stack) : sandbox;
+  }
+
+  async #adopted(sandbox: BubblewrapSandbox, stack: LayerStack): Promise<BubblewrapSandbox> {
     try {
       await sandbox.adopt(stack);
+      return sandbox;
     } catch (error) {
       await sandbox.stop();
       throw error;
     }
-    return sandbox;
   }
 
   #acquire(spec: SandboxSpec): Promise<BubblewrapSandbox> {
@@ -210,9 +213,7 @@ export class BubblewrapDriver implements SandboxDriver {
       python: this.#python,
       uidBase: this.#uidBase,
       spawn: async (childSpec, childStack) => {
-        const child = await this.#acquire(childSpec);
-        await child.adopt(childStack);
-        return child;
+        return this.#adopted(await this.#acquire(childSpec), childStack);
       },
       released: (gone) => {
         this.#sandboxes.delete(gone.id);
@@ -252,11 +253,14 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   async dropLayer(layer: LayerId): Promise<void> {
-    this.#registry.drop(layer, (id) =>
+    const unneeded = this.#registry.drop(layer, (id) =>
       [...this.#sandboxes.values()].some((sandbox) =>
         sandbox.stack.some((ref) => 'durable' in ref && ref.durable === id),
       ),
     );
+    if (unneeded.length === 0) return;
+    await this.#alive();
+    await this.#supervisor.request('forget', { layers: unneeded });
   }
 
   close(): Promise<void> {

@@ -19,6 +19,8 @@ import { type LayerRef, layerOwner, type SandboxExit, type Supervisor } from './
 const DEFAULT_EXEC_TIMEOUT_MS = 60_000;
 const DEFAULT_CODE_TIMEOUT_MS = 10_000;
 const DEFAULT_READ_LIMIT = 1024 * 1024;
+/** Most bytes of a file or an output stream that one call carries. */
+const MAX_TRANSFER_BYTES = 128 * 1024 * 1024;
 const START_TIMEOUT_MS = 30_000;
 /** How long the agent may take past a deadline before the sandbox is restarted from outside. */
 const GRACE_MS = 10_000;
@@ -322,7 +324,7 @@ export class BubblewrapSandbox implements Sandbox {
         cwd: request.cwd ?? '',
         env: request.env ?? {},
         timeout: timeoutMs / 1000,
-        keep: request.keepBytes ?? DEFAULT_KEEP_BYTES,
+        keep: Math.min(request.keepBytes ?? DEFAULT_KEEP_BYTES, MAX_TRANSFER_BYTES),
       };
       const frame = await this.#call(header, [Buffer.from(request.stdin ?? '')], timeoutMs);
       if (typeof frame === 'string') return this.#lost(frame, performance.now() - started);
@@ -409,7 +411,9 @@ export class BubblewrapSandbox implements Sandbox {
 
   readFile(path: string, limit = DEFAULT_READ_LIMIT): Promise<Uint8Array> {
     return this.#enqueue(async () => {
-      const frame = await this.#fileCall('read', path, { limit });
+      const frame = await this.#fileCall('read', path, {
+        limit: Math.min(limit, MAX_TRANSFER_BYTES),
+      });
       return new Uint8Array(frameParts(frame)[0]!);
     });
   }
@@ -476,9 +480,9 @@ export class BubblewrapSandbox implements Sandbox {
 
   /** Every volatile layer of the stack is copied to disk, the upper one last: it names the others. */
   async #freezeDurable(): Promise<LayerId> {
-    const { registry } = this.#host;
-    const weight = registry.weight(this.#stack);
-    if (this.#stack.length >= SQUASH_DEPTH || weight.bytes > this.spec.diskBytes / 2) {
+    const { registry, supervisor } = this.#host;
+    const heavy = registry.weight(this.#stack).bytes > this.spec.diskBytes / 2;
+    if (heavy || this.#stack.length >= SQUASH_DEPTH || !supervisor.ready.stackable) {
       const whole = await this.#copy({ merged: true }, [], false);
       await this.#mount([whole], { discard: this.#upper });
       return whole.durable;

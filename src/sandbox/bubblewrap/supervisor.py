@@ -215,7 +215,8 @@ class Supervisor:
         os.close(gate)
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
-        self.idmap = self.root and self.probe_idmap()
+        self.idmap = self.root and self.probe_idmap("empty") and self.probe_idmap("layers")
+        self.stackable = self.probe_layers()
         self.probe_overlay()
         self.discarded = 0
         self.janitor = self.start_janitor()
@@ -225,6 +226,7 @@ class Supervisor:
             "firstUid": self.first_uid,
             "uids": UID_BLOCK if self.root else 0,
             "idmap": self.idmap,
+            "stackable": self.stackable,
             "cleaned": cleaned,
             "pid": os.getpid(),
         }
@@ -317,12 +319,13 @@ class Supervisor:
         mount(None, BASE, None, MS_SHARED)
         os.chdir(BASE)
 
-    def probe_idmap(self):
-        """Whether a tmpfs can be id-mapped (kernel 6.3), so that forks can have uids of their own."""
+    def probe_idmap(self, source):
+        """Whether the file system can be id-mapped (tmpfs: kernel 6.3; not overlayfs, so not in many
+        containers), so that forks can have uids of their own."""
         os.mkdir("probe-idmap")
         try:
             namespace = user_namespace(0, self.first_uid)
-            mount_mapped("empty", "probe-idmap", namespace)
+            mount_mapped(source, "probe-idmap", namespace)
             os.close(namespace)
             unmount("probe-idmap")
             return True
@@ -330,6 +333,20 @@ class Supervisor:
             return False
         finally:
             os.rmdir("probe-idmap")
+
+    def probe_layers(self):
+        """Whether the layer folder's file system holds whiteouts and overlay attributes. Where it does
+        not (overlayfs in a container), a durable layer holds the whole workspace."""
+        path = "layers/partial-%s-probe" % os.path.basename(self.owner_dir)
+        os.mkdir(path, 0o700)
+        try:
+            os.mknod(path + "/w", stat.S_IFCHR, 0)
+            os.setxattr(path, ("trusted" if self.root else "user") + ".overlay.opaque", b"y")
+            return True
+        except OSError:
+            return False
+        finally:
+            shutil.rmtree(path)
 
     def overlay(self, lower, upper, work, target):
         options = "lowerdir=%s,upperdir=%s,workdir=%s,volatile,index=off,metacopy=off" % (
@@ -350,7 +367,9 @@ class Supervisor:
             os.rmdir("probe/m/d")
             os.mkdir("probe/m/d")
             if os.listdir("probe/m/d"):
-                raise OSError(errno.EIO, "overlay does not hide lower files")
+                raise OSError(errno.EIO, "a removed file shows again")
+        except OSError as error:
+            raise OSError(error.errno, "overlay layers do not work here: %s" % error)
         finally:
             unmount("probe/m")
             unmount("probe")
@@ -466,6 +485,16 @@ class Supervisor:
 
     def op_discard(self, request):
         self.discard("s%s/d/%s" % (request["sid"], request["name"]))
+
+    def op_forget(self, request):
+        """Removes durable layers. Renamed first, so that a half-removed one is never found."""
+        for layer in request["layers"]:
+            aside = "layers/partial-%s-%s" % (os.path.basename(self.owner_dir), layer)
+            try:
+                os.rename("layers/" + layer, aside)
+            except FileNotFoundError:
+                continue  # another process was faster
+            self.discard(aside)
 
     def work(self, job, done):
         """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""

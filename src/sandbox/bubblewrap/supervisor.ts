@@ -19,6 +19,8 @@ export interface SupervisorReady {
   firstUid: number;
   uids: number;
   idmap: boolean;
+  /** Whether durable layers can stand on each other; otherwise each holds the whole workspace. */
+  stackable: boolean;
   /** Owners that had crashed and whose leftovers were removed. */
   cleaned: number;
   pid: number;
@@ -263,9 +265,9 @@ function removeGroups(host: CgroupHost, owner: string): boolean {
 
 /** What a person does about a supervisor that could not start. */
 export function adviseOn(message: string): string {
-  if (/unshare|new namespaces|uid_map|setgroups|mount .*Operation not permitted/i.test(message))
-    return 'Allow user namespaces for this user (Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Debian: `sysctl kernel.unprivileged_userns_clone=1`), or run as root.';
   if (/overlay/i.test(message))
     return 'Load the overlay module (`modprobe overlay`) on a kernel of 6.6 or later, or run as root.';
+  if (/namespace|uid_map|setgroups|mount .*(not permitted|denied)/i.test(message))
+    return 'Allow user namespaces (Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Debian: `sysctl kernel.unprivileged_userns_clone=1`); in a container, run it with CAP_SYS_ADMIN and without its seccomp profile.';
   return 'Run `longhaul doctor` to see what this machine lacks.';
 }
