@@ -111,7 +111,7 @@ export class Supervisor {
 
     const child = spawn(
       options.python,
-      ['-I', '-S', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
+      ['-I', '-S', '-B', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
       { stdio: ['pipe', 'pipe', 'pipe'], env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' }, cwd: '/' },
     );
     let stderr = '';
