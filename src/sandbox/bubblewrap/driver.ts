@@ -1,5 +1,6 @@
 import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
+import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import {
@@ -142,6 +143,16 @@ export class BubblewrapDriver implements SandboxDriver {
       throw new LonghaulError(
         'CapabilityMissing',
         `bubblewrap sandboxes have image host and no network, not ${full.image} and ${full.network}`,
+      );
+    if (
+      this.capabilities.cpu === 'none' &&
+      full.cpus !== DEFAULT_SPEC.cpus &&
+      full.cpus < availableParallelism()
+    )
+      throw new LonghaulError(
+        'CapabilityMissing',
+        `no control group for cpu can be made here, so ${full.cpus} cpus cannot be enforced`,
+        { next: 'Run as root or with a delegated cgroup, or leave cpus out.' },
       );
     const low =
       full.memoryBytes < MIN_MEMORY_BYTES ||
