@@ -117,7 +117,9 @@ class Supervisor:
             except (OSError, ValueError, KeyError):
                 cgroups = []
             for cgroup in cgroups:
-                remove_cgroup(cgroup)
+                # The record lies in a folder that others may write to: nothing but groups of ours.
+                if cgroup == "/sys/fs/cgroup" + os.path.normpath(cgroup[14:]) and cgroup.endswith("/longhaul-" + name):
+                    remove_cgroup(cgroup)
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
             cleaned += 1

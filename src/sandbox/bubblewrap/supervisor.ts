@@ -263,8 +263,8 @@ function removeGroups(host: CgroupHost, owner: string): boolean {
   return all;
 }
 
-/** What a person does about a supervisor that could not start. */
-function adviseOn(message: string): string {
+/** What a person does about a supervisor or a bubblewrap that could not start. */
+export function adviseOn(message: string): string {
   if (/overlay/i.test(message))
     return 'Load the overlay module (`modprobe overlay`) on a kernel of 6.6 or later, or run as root.';
   if (/namespace|uid_map|setgroups|mount .*(not permitted|denied)/i.test(message))
