@@ -339,6 +339,47 @@ test.skipIf(normal !== '')(
   },
 );
 
+const overlaid = process.getuid?.() !== 0 ? 'needs root to mount' : probe.ok ? '' : probe.reason;
+test.skipIf(overlaid !== '')(
+  `durable layers in a folder on overlayfs, as in a container${overlaid && ` (skipped: ${overlaid})`}`,
+  async () => {
+    const dir = mkdtempSync(join(tmpdir(), 'longhaul-overlaid-'));
+    const mount = [
+      ...['unshare', '--mount', 'sh', '-ec'],
+      `cd ${dir}; mkdir m; mount -t tmpfs t m; mkdir m/l m/u m/w m/o; mount -t overlay o -o lowerdir=m/l,upperdir=m/u,workdir=m/w m/o; exec "$@"`,
+      'sh',
+    ];
+    const home = JSON.stringify(join(dir, 'm', 'o', 'home'));
+    const script = `
+      import { BubblewrapDriver } from ${JSON.stringify(room)};
+      const driver = await BubblewrapDriver.open({ dir: ${home}, warm: 0 });
+      const sandbox = await driver.create();
+      const run = async (each, line) => (await each.exec({ argv: ['sh', '-c', line] })).stdout;
+      await run(sandbox, 'mkdir d; echo 1 > d/a; echo 2 > b');
+      const first = await sandbox.snapshot({ durable: true });
+      await run(sandbox, 'rm -r d; mkdir d; echo 3 > d/c');
+      const second = await sandbox.snapshot({ durable: true });
+      await sandbox.rollback(first);
+      const before = await run(sandbox, 'cat d/a; ls d; id -u; touch d/new && echo writable');
+      await driver.close();
+      const again = await BubblewrapDriver.open({ dir: ${home}, warm: 0 });
+      const resumed = await again.create({}, second);
+      const after = await run(resumed, 'ls . d');
+      const [child] = await resumed.fork(1);
+      const forked = await run(child, 'echo 4 >> d/c; cat d/c');
+      await again.close();
+      console.log(JSON.stringify({ before, after, forked, ownUid: again.capabilities.ownUid }));
+    `;
+    const said = await startScript(script, mount).next();
+    rmSync(dir, { recursive: true, force: true });
+    expect(said).toMatchObject({
+      before: '1\na\n1000\nwritable\n',
+      after: '.:\nb\nd\n\nd:\nc\n',
+      forked: '3\n4\n',
+    });
+  },
+);
+
 test('the choice is made by running and said in one line', async () => {
   const dir = join(home, 'choice');
   const chosen = await openSandboxes({ dir, warm: 0 });

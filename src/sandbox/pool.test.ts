@@ -106,6 +106,18 @@ describe('pool', () => {
     await pool.close();
   });
 
+  test('only the specs asked for last stay warm', async () => {
+    const { pool, alive } = setUp({ maxLive: 20 });
+    for (const key of ['a', 'b', 'c', 'd', 'e', 'f']) pool.prepare(key);
+    await sleep(50);
+    expect(['a', 'b', 'c', 'd', 'e', 'f'].map((key) => pool.ready(key))).toEqual([
+      0, 0, 1, 1, 1, 1,
+    ]);
+    expect(alive()).toBe(4);
+    expect(pool.live).toBe(4);
+    await pool.close();
+  });
+
   test('close ends all waiting', async () => {
     const { pool } = setUp({ maxLive: 1, warm: 0 });
     await pool.acquire('a');

@@ -368,13 +368,20 @@ def run_snippet(request, source, stdin, more):
             wait_gone(5)
     else:
         # Processes of earlier commands live on; what this snippet left behind does not.
-        while extra := living() - background - ({Spare.current.pid} if Spare.current else set()):
+        for _ in range(50):
+            own = {Spare.current.pid} if Spare.current else set()
+            extra = living() - background - own
+            if not extra:
+                break
             for leftover in extra:
                 try:
                     os.kill(leftover, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
             reap()
+        else:
+            kill_all()  # it forks faster than it can be picked out
+            wait_gone(5)
     return result
 
 

@@ -148,12 +148,10 @@ const CPU_PERIOD_US = 100_000;
 export class Cgroup {
   readonly #version: CgroupHost['version'];
   readonly #paths: Partial<Record<Controller, string>> = {};
-  readonly #limits: CgroupLimits;
   #memoryLimit = 0;
 
   constructor(host: CgroupHost, owner: string, id: string, limits: CgroupLimits) {
     this.#version = host.version;
-    this.#limits = limits;
     for (const [name, base] of Object.entries(host.bases) as [Controller, string][]) {
       const path = join(base, `longhaul-${owner}`, id);
       mkdirSync(path, { recursive: true });
@@ -239,11 +237,6 @@ export class Cgroup {
     const file = this.#version === 'v2' ? 'memory.peak' : 'memory.max_usage_in_bytes';
     const text = this.#read('memory', file).trim();
     return text ? Number(text) : null;
-  }
-
-  /** The limits as they were asked for. */
-  get limits(): CgroupLimits {
-    return this.#limits;
   }
 
   /** Removes the groups; the processes in them must have been killed. Waits for the kernel to let go. */

@@ -1,5 +1,6 @@
 import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
+import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import {
@@ -154,6 +155,16 @@ export class BubblewrapDriver implements SandboxDriver {
         'ConfigInvalid',
         `sandbox limits are too low to start: ${JSON.stringify(full)}`,
         { next: 'Give at least 32 MiB of memory, 256 KiB and 64 inodes of disk, one process.' },
+      );
+    if (
+      this.capabilities.cpu === 'none' &&
+      full.cpus !== DEFAULT_SPEC.cpus &&
+      full.cpus < availableParallelism()
+    )
+      throw new LonghaulError(
+        'CapabilityMissing',
+        `no control group for cpu can be made here, so ${full.cpus} cpus cannot be enforced`,
+        { next: 'Run as root or with a delegated cgroup, or leave cpus out.' },
       );
     return full;
   }

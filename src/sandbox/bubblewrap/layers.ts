@@ -26,7 +26,7 @@ const FRESH_MS = 3_600_000;
 const DURABLE_ID = /^d-[0-9a-f]{24}$/;
 
 export const newDurableId = (): LayerId => `d-${randomBytes(12).toString('hex')}`;
-export const newVolatileId = (): LayerId => `v-${randomBytes(12).toString('hex')}`;
+const newVolatileId = (): LayerId => `v-${randomBytes(12).toString('hex')}`;
 
 const refKey = (ref: LayerRef) => ('durable' in ref ? ref.durable : `${ref.home}/${ref.name}`);
 

@@ -14,7 +14,13 @@ import { AgentChannel, type Frame, frameParts } from './channel.ts';
 import type { AgentLimits } from './command.ts';
 import { bubblewrapCommand } from './command.ts';
 import { type LayerRegistry, type LayerStack, newDurableId } from './layers.ts';
-import { type LayerRef, layerOwner, type SandboxExit, type Supervisor } from './supervisor.ts';
+import {
+  adviseOn,
+  type LayerRef,
+  layerOwner,
+  type SandboxExit,
+  type Supervisor,
+} from './supervisor.ts';
 
 const DEFAULT_EXEC_TIMEOUT_MS = 60_000;
 const DEFAULT_CODE_TIMEOUT_MS = 10_000;
@@ -129,8 +135,11 @@ export class BubblewrapSandbox implements Sandbox {
       await channel.receive();
     } catch (error) {
       const exit = await this.#ended(5000);
-      const text = exit?.stderr.trim() || String((error as Error).message);
+      const text = exit
+        ? exit.stderr.trim() || `exit ${exit.status}`
+        : `no answer within ${START_TIMEOUT_MS} ms`;
       throw new LonghaulError('SandboxUnavailable', `bubblewrap did not start: ${text}`, {
+        next: adviseOn(text),
         cause: error,
       });
     } finally {

@@ -111,7 +111,7 @@ export class Supervisor {
 
     const child = spawn(
       options.python,
-      ['-I', '-S', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
+      ['-I', '-S', '-B', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
       { stdio: ['pipe', 'pipe', 'pipe'], env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' }, cwd: '/' },
     );
     let stderr = '';
@@ -263,7 +263,7 @@ function removeGroups(host: CgroupHost, owner: string): boolean {
   return all;
 }
 
-/** What a person does about a supervisor that could not start. */
+/** What a person does about a supervisor or a bubblewrap that could not start. */
 export function adviseOn(message: string): string {
   if (/overlay/i.test(message))
     return 'Load the overlay module (`modprobe overlay`) on a kernel of 6.6 or later, or run as root.';
