@@ -15,7 +15,7 @@ const NUMERIC_ADVICE =
 /** Views of a flat weight vector as the graph's parameter inputs. */
 export function parameterFeeds(layout: Layout, weights: Float32Array): Tensors {
   const feeds: Tensors = {};
-  for (const { name, shape, offset, size } of layout.parameters)
+  for (const { name, shape, offset, size } of layout.tensors)
     feeds[name] = tensor(weights.subarray(offset, offset + size), shape);
   return feeds;
 }
