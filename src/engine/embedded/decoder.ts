@@ -31,7 +31,7 @@ function parameter(parameters: Parameters, name: string): Value {
 }
 
 /** Projections of one layer, before rotation: [count, heads · headDim] and twice [count, kvHeads · headDim]. */
-export interface Projections {
+interface Projections {
   query: Value;
   key: Value;
   value: Value;

@@ -2,7 +2,7 @@ import { LonghaulError, Rng } from '../../core/index.ts';
 import type { ModelConfig } from '../contract.ts';
 
 /** A tensor as Hugging Face Llama checkpoints name it, at its place in the flat parameter vector. */
-export interface TensorSpec {
+interface TensorSpec {
   name: string;
   shape: readonly number[];
   offset: number;
