@@ -38,7 +38,7 @@ let counter = 0;
 const weights = initialise(CONFIG, 1);
 const moments = (seed: number) => ({
   m: initialise(CONFIG, seed),
-  v: initialise(CONFIG, seed + 1),
+  v: initialise(CONFIG, seed + 1).map(Math.abs),
   step: seed,
 });
 
@@ -202,6 +202,13 @@ describe('a hostile or damaged checkpoint is refused', () => {
     bytes.writeFloatLE(Number.NaN, bytes.length - 4);
     await writeFile(path, bytes);
     await expectRefused('not finite');
+  });
+
+  it('a negative second moment, whose root would be no number', async () => {
+    const bad = moments(7);
+    bad.v[3] = -1;
+    await saveCheckpoint(folder, { config: CONFIG, weights }, bad);
+    await expectRefused('negative second moment');
   });
 
   it('weights and moments of different steps', async () => {

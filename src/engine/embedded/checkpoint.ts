@@ -121,6 +121,8 @@ export async function loadCheckpoint(
       'CheckpointInvalid',
       `${path} and ${MODEL_FILE} are of different steps`,
     );
+  if (optimiser.v.some((value) => value < 0))
+    throw new LonghaulError('CheckpointInvalid', `${path} holds a negative second moment`);
   return { config, weights, optimiser };
 }
 

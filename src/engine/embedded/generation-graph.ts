@@ -7,7 +7,7 @@ import {
   rotary,
   wholeRowAttention,
 } from './decoder.ts';
-import { add, mul, reshape, split } from './graph/basic.ts';
+import { add, mul, reshape } from './graph/basic.ts';
 import { Graph, type Value } from './graph/graph.ts';
 import { embedding, matMulTransposed, rope } from './graph/layers.ts';
 import { headDim } from './layout.ts';
@@ -52,16 +52,16 @@ export function decodeGraph(config: ModelConfig): Graph {
   const mask = g.input('mask', ['rows', 1, 1, 'past']);
   const table = rotary(g, config);
   const fresh: Value[] = [];
-  const attend: AttendFn = (qkv, layer) => {
+  const attend: AttendFn = ({ query, key, value }, layer) => {
     const cached = ['rows', kvHeads, 'past', width];
     const pastKeys = g.input(`keys${layer}`, cached);
     const pastValues = g.input(`values${layer}`, cached);
-    const byHead = reshape(g, qkv, ['rows', heads + 2 * kvHeads, 1, width]);
-    const [qk, v] = split(g, byHead, 1, [heads + kvHeads, kvHeads]) as [Value, Value];
-    const rotated = rope(g, qk, positions, table);
-    const [heads4, k] = split(g, rotated, 1, [heads, kvHeads]) as [Value, Value];
-    for (const part of [k, v]) fresh.push(reshape(g, part, ['rows', kvHeads * width]));
-    const q = reshape(g, heads4, ['rows', kvHeads, group, width]);
+    const rotate = (x: Value, count: number) =>
+      rope(g, reshape(g, x, ['rows', count, 1, width]), positions, table);
+    const q = reshape(g, rotate(query, heads), ['rows', kvHeads, group, width]);
+    const k = rotate(key, kvHeads);
+    const v = reshape(g, value, ['rows', kvHeads, 1, width]);
+    fresh.push(reshape(g, k, ['rows', kvHeads * width]), value);
     // The new token is not in the cache yet: its score is the last column of the softmax.
     const past = matMulTransposed(g, q, pastKeys, ['rows', kvHeads, group, 'past']);
     const column = ['rows', kvHeads, group, 1];

@@ -374,7 +374,9 @@ describe('what does not fit is refused by name', () => {
     });
   }
 
-  it('a learning rate that is not a number', () => {
-    expect(() => trainingOf(TINY).optimStep({ learningRate: Number.NaN })).toThrow('learningRate');
+  it('a learning rate that is not a number, an eps of zero', () => {
+    const training = trainingOf(TINY);
+    expect(() => training.optimStep({ learningRate: Number.NaN })).toThrow('learningRate');
+    expect(() => training.optimStep({ learningRate: 0.1, eps: 0 })).toThrow('eps');
   });
 });

@@ -171,27 +171,20 @@ export function attention(g: Graph, q: Value, k: Value, v: Value, mask: Value): 
 }
 
 /**
- * silu(gate)·up for x = [gate | up] of shape [N, 2F] (Shazeer 2020). With s = sigmoid(gate):
+ * silu(gate)·up, element-wise (Shazeer 2020). With s = sigmoid(gate):
  * dgate = dy·up·(s + gate·s·(1 − s)), dup = dy·gate·s.
  */
-export function swiglu(g: Graph, x: Value): Value {
-  const [count, double] = x.shape as [Dim, number];
-  const shape = [count, double / 2];
-  const sizes = g.constant([double / 2, double / 2], [2], 'int64');
-  const [gate, up] = g.emitMany('Split', [x, sizes], [shape, shape], { axis: 1 }) as [Value, Value];
+export function swiglu(g: Graph, gate: Value, up: Value): Value {
+  const { shape } = gate;
   const s = g.emit('Sigmoid', [gate], shape);
   const silu = g.emit('Mul', [gate, s], shape);
   const y = g.emit('Mul', [silu, up], shape);
-  g.record([x], [y], ([dy]) => {
+  g.record([gate, up], [y], ([dy]) => {
     // s + gate·s·(1 − s) = s + silu − silu·s
-    const slope = g.emit(
-      'Sub',
-      [g.emit('Add', [s, silu], shape), g.emit('Mul', [silu, s], shape)],
-      shape,
-    );
+    const sum = g.emit('Add', [s, silu], shape);
+    const slope = g.emit('Sub', [sum, g.emit('Mul', [silu, s], shape)], shape);
     const dgate = g.emit('Mul', [g.emit('Mul', [dy!, up], shape), slope], shape);
-    const dup = g.emit('Mul', [dy!, silu], shape);
-    return [g.emit('Concat', [dgate, dup], x.shape, { axis: 1 })];
+    return [dgate, g.emit('Mul', [dy!, silu], shape)];
   });
   return y;
 }
