@@ -3,7 +3,6 @@ export { programmer } from './programmer.ts';
 export {
   type Control,
   type QuickstartDeps,
-  type QuickstartOptions,
   type QuickstartProgress,
   type QuickstartResults,
   type QuickstartSpec,

@@ -131,7 +131,7 @@ function submit(task: ProgramTask, language: Language): Tool {
 }
 
 /** How each try of a run ended: a function of its messages alone. */
-export function tries(state: Pick<RunState, 'messages'>) {
+function tries(state: Pick<RunState, 'messages'>) {
   return state.messages.flatMap((message) =>
     message.role === 'tool' && message.tool === SUBMIT ? [readObservation(message.content)] : [],
   );

@@ -14,7 +14,9 @@ describe('specs', () => {
   it.each([
     ['s:rev,bang', "x[::-1]+'!'", "[...x].reverse().join('')+'!'", 'abc', 'cba!'],
     ['s:bang,rev', "(x+'!')[::-1]", "[...x+'!'].reverse().join('')", 'abc', '!cba'],
-    ['s:star,dup', "('*'+x)*2", "('*'+x).repeat(2)", 'ab', '*ab*ab'],
+    ['s:pre*,rep2', "('*'+x)*2", "('*'+x).repeat(2)", 'ab', '*ab*ab'],
+    ['s:suf?,noa,cntb', "(x+'?').replace('a','').count('b')", null, 'abb', 2],
+    ['l:gt0,dec9', '[v-9 for v in [v for v in x if v>0]]', null, [3, -1], [-6]],
     ['l:sort,tail,sum', 'sum(sorted(x)[1:])', null, [3, 1, 2], 5],
     ['i:add8,mul3', '(x+8)*3', '(x+8)*3', -2, 18],
     ['i:mul3,add8', 'x*3+8', 'x*3+8', -2, 2],
