@@ -206,7 +206,7 @@ function build(): Command {
   program
     .command('bench')
     .description('measure figures against their bars')
-    .argument('<room>', 'skeleton')
+    .argument('<room>', 'skeleton or engine')
     .argument('[row]', 'one row of it')
     .action(
       command(async (platform, [room = '', row]) =>

@@ -1,7 +1,7 @@
 import { availableParallelism } from 'node:os';
-import type { Datum, Engine, ModelConfig, SampleRequest } from '../../src/engine/contract.ts';
-import { createEmbeddedEngine } from '../../src/engine/embedded/index.ts';
-import { quantile, type Row } from '../row.ts';
+import type { Datum, Engine, ModelConfig, SampleRequest } from '../src/engine/contract.ts';
+import { createEmbeddedEngine } from '../src/engine/embedded/index.ts';
+import { quantile, type Row, type RowGroup } from './row.ts';
 
 const ROUNDS = 7;
 
@@ -26,7 +26,7 @@ const QUICKSTART: ModelConfig = { ...S, vocabSize: 80 };
  * tokens a second, `swap` from trained weights to a sampler that uses them, `mismatch` the largest
  * difference between a sampler's and the trainer's log-probs.
  */
-export async function rows(): Promise<Row[]> {
+async function rows(): Promise<Row[]> {
   const threads = Math.min(2, availableParallelism());
   const engine = createEmbeddedEngine({ trainerThreads: threads, samplerThreads: threads });
   try {
@@ -158,3 +158,11 @@ function atMost(name: string, unit: string, samples: number[], bar: number): Row
     pass: p50 <= bar,
   };
 }
+
+/** Rows of `longhaul bench engine`. */
+export const engine: readonly RowGroup[] = [
+  {
+    names: ['train.S', 'train.quickstart', 'decode.S', 'decode.quickstart', 'swap', 'mismatch'],
+    measure: rows,
+  },
+];
