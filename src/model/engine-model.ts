@@ -1,5 +1,5 @@
 import { type Completion, LonghaulError, Rng } from '../core/index.ts';
-import type { Engine, SampleRequest, SampleResult, Sampler } from '../engine/contract.ts';
+import type { SampleRequest, SampleResult, Sampler } from '../engine/contract.ts';
 import type { Model, ModelRequest } from './contract.ts';
 import type { Channel, Lane } from './lockstep.ts';
 import type { Renderer } from './render/renderer.ts';
@@ -69,32 +69,11 @@ export function engineModel(options: EngineModelOptions): Model {
 }
 
 /** Samples one request by itself, as for a hosted run. */
-function sampleAlone(sampler: Pick<Sampler, 'sample'>): EngineModelOptions['sample'] {
+export function sampleAlone(sampler: Pick<Sampler, 'sample'>): EngineModelOptions['sample'] {
   return async (request, signal) => {
     const [result] = await sampler.sample([request], signal);
     if (result === undefined) throw new LonghaulError('EngineFailed', 'the sampler gave no result');
     return result;
-  };
-}
-
-/** A trained checkpoint as a model for hosted runs. Closing it closes its sampler. */
-export async function checkpointModel(
-  engine: Engine,
-  checkpoint: string,
-  options: { ref: string; renderer: Renderer },
-): Promise<Model> {
-  const sampler = await engine.sampler({ checkpoint });
-  if (sampler.config.vocabSize !== options.renderer.vocabSize) {
-    await sampler.close();
-    throw new LonghaulError(
-      'CheckpointInvalid',
-      `${checkpoint} has ${sampler.config.vocabSize} tokens, its renderer ${options.renderer.vocabSize}`,
-    );
-  }
-  const { maxLength } = sampler.config;
-  return {
-    ...engineModel({ ...options, maxLength, sample: sampleAlone(sampler) }),
-    close: () => sampler.close(),
   };
 }
 

@@ -255,6 +255,13 @@ describe.each(drivers)('$name', ({ open }) => {
     await driver.dropLayer(second);
   });
 
+  test('a limit that cannot be enforced is refused', async () => {
+    const asked = driver.create({ cpus: 0.5 });
+    if (driver.capabilities.cpu === 'none')
+      await expect(asked).rejects.toMatchObject({ code: 'CapabilityMissing' });
+    else await (await asked).stop();
+  });
+
   test('unknown layers are the caller’s error', async () => {
     for (const layer of ['d-000000000000000000000000', 'v-0', '../../etc', ''])
       await expect(driver.create({}, layer)).rejects.toMatchObject({ code: 'NotFound' });

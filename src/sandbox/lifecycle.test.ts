@@ -296,7 +296,7 @@ test.skipIf(normal !== '')(
     const run = async (line) => (await sandbox.exec({ argv: ['sh', '-c', line] })).stdout;
     await sandbox.writeFile('d/a', 'one');
     const volatile = await sandbox.snapshot();
-    await run('rm -r d; mkdir d; echo two > d/b');
+    await run('rm -r d; mkdir d; echo two > d/b; mkdir locked; echo x > locked/x; chmod 500 locked');
     const durable = await sandbox.snapshot({ durable: true });
     await sandbox.rollback(volatile);
     const back = await run('cat d/a; ls d');
@@ -311,9 +311,14 @@ test.skipIf(normal !== '')(
     const bomb = await resumed.runCode([{ language: 'python', source: 'x = bytearray(1 << 30)' }]);
     const forks = await resumed.runCode([{ language: 'python', timeoutMs: 5000, source:
       'import os, time\\ntry:\\n  for i in range(1000):\\n    if os.fork() == 0: time.sleep(9)\\nexcept OSError as e: print(i)' }]);
+    await resumed.stop();
+    await again.dropLayer(durable);
+    const dropped = await again.hasLayer(durable);
     await again.close();
+    const { readdirSync } = await import('node:fs');
+    const left = readdirSync(${JSON.stringify(join(dir, 'home', 'layers'))}).filter((n) => n === durable);
     console.log(JSON.stringify({ capabilities: again.capabilities, back, forked, listed,
-      snippet: snippet[0].stdout, host: host.stdout, bomb: bomb[0].stderr, forks: forks[0].stdout }));
+      snippet: snippet[0].stdout, host: host.stdout, bomb: bomb[0].stderr, forks: forks[0].stdout, dropped, left }));
   `;
     const user = ['setpriv', '--reuid=65534', '--regid=65534', '--clear-groups'];
     const { next } = startScript(script, user);
@@ -326,9 +331,52 @@ test.skipIf(normal !== '')(
       listed: ['b'],
       snippet: '42\n',
       host: '1\n1000\n',
+      dropped: false,
+      left: [],
     });
     expect(said.bomb).toMatch(/MemoryError/);
     expect(Number(said.forks)).toBeLessThan(130);
+  },
+);
+
+const overlaid = process.getuid?.() !== 0 ? 'needs root to mount' : probe.ok ? '' : probe.reason;
+test.skipIf(overlaid !== '')(
+  `durable layers in a folder on overlayfs, as in a container${overlaid && ` (skipped: ${overlaid})`}`,
+  async () => {
+    const dir = mkdtempSync(join(tmpdir(), 'longhaul-overlaid-'));
+    const mount = [
+      ...['unshare', '--mount', 'sh', '-ec'],
+      `cd ${dir}; mkdir m; mount -t tmpfs t m; mkdir m/l m/u m/w m/o; mount -t overlay o -o lowerdir=m/l,upperdir=m/u,workdir=m/w m/o; exec "$@"`,
+      'sh',
+    ];
+    const home = JSON.stringify(join(dir, 'm', 'o', 'home'));
+    const script = `
+      import { BubblewrapDriver } from ${JSON.stringify(room)};
+      const driver = await BubblewrapDriver.open({ dir: ${home}, warm: 0 });
+      const sandbox = await driver.create();
+      const run = async (each, line) => (await each.exec({ argv: ['sh', '-c', line] })).stdout;
+      await run(sandbox, 'mkdir d; echo 1 > d/a; echo 2 > b');
+      const first = await sandbox.snapshot({ durable: true });
+      await run(sandbox, 'rm -r d; mkdir d; echo 3 > d/c');
+      const second = await sandbox.snapshot({ durable: true });
+      await sandbox.rollback(first);
+      const before = await run(sandbox, 'cat d/a; ls d; id -u; touch d/new && echo writable');
+      await driver.close();
+      const again = await BubblewrapDriver.open({ dir: ${home}, warm: 0 });
+      const resumed = await again.create({}, second);
+      const after = await run(resumed, 'ls . d');
+      const [child] = await resumed.fork(1);
+      const forked = await run(child, 'echo 4 >> d/c; cat d/c');
+      await again.close();
+      console.log(JSON.stringify({ before, after, forked, ownUid: again.capabilities.ownUid }));
+    `;
+    const said = await startScript(script, mount).next();
+    rmSync(dir, { recursive: true, force: true });
+    expect(said).toMatchObject({
+      before: '1\na\n1000\nwritable\n',
+      after: '.:\nb\nd\n\nd:\nc\n',
+      forked: '3\n4\n',
+    });
   },
 );
 

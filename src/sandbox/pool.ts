@@ -24,6 +24,9 @@ interface Waiter<T> {
   grant(member: T | null): void;
 }
 
+/** Specs kept warm at once: tasks may each bring their own. */
+const MAX_WARM_KEYS = 4;
+
 /**
  * Warm pool with back-pressure. A request takes a ready member after a health probe, makes one where
  * there is a place, or waits its turn. Broken members are replaced; ready ones make way when the place
@@ -51,16 +54,24 @@ export class Pool<T extends Poolable> {
     return this.#ready.get(key)?.length ?? 0;
   }
 
-  /** Keeps a key warm from now on, without waiting for it. */
+  /** Keeps a key warm from now on, without waiting for it; the key not asked for longest goes cold. */
   prepare(key: string): void {
-    if (!this.#ready.has(key)) this.#ready.set(key, []);
+    const list = this.#ready.get(key) ?? [];
+    this.#ready.delete(key);
+    this.#ready.set(key, list);
+    const [oldest] = this.#ready.keys();
+    if (this.#ready.size > MAX_WARM_KEYS) {
+      const members = this.#ready.get(oldest!)!;
+      this.#ready.delete(oldest!);
+      for (const member of members) void this.#discard(member);
+    }
     this.#refill(key);
   }
 
   async acquire(key: string): Promise<T> {
     this.prepare(key);
     for (;;) {
-      const member = this.#ready.get(key)!.shift();
+      const member = this.#ready.get(key)?.shift();
       if (!member) break;
       if (await member.ping()) {
         this.#refill(key);
@@ -136,20 +147,21 @@ export class Pool<T extends Poolable> {
 
   /** A member made ahead: to whoever waits for one, or to the shelf. */
   async #shelve(key: string, member: T): Promise<void> {
-    if (this.#closed) return this.#discard(member);
+    const list = this.#ready.get(key);
+    if (this.#closed || !list) return this.#discard(member);
     const index = this.#waiters.findIndex((waiter) => waiter.key === key);
     if (index >= 0) this.#waiters.splice(index, 1)[0]!.grant(member);
     else if (this.#waiters.length > 0) await this.#discard(member);
-    else this.#ready.get(key)!.push(member);
+    else list.push(member);
   }
 
   /** One refill a key at a time; warm members never take a place that somebody waits for. */
   #refill(key: string): void {
     if (this.#closed || this.#refilling.has(key)) return;
-    const list = this.#ready.get(key)!;
     const wanted = () =>
       !this.#closed &&
-      list.length < this.#options.warm &&
+      this.#ready.has(key) &&
+      this.ready(key) < this.#options.warm &&
       this.#waiters.length === 0 &&
       this.#live < this.#options.maxLive;
     if (!wanted()) return;

@@ -361,6 +361,12 @@ describe('what the user is told', () => {
     chmodSync(dirname(closed), 0o700);
   });
 
+  test('a home where there can be none', async () => {
+    await expect(openStore({ home: '/proc/longhaul/home' })).rejects.toMatchObject({
+      next: expect.stringMatching(/--home/),
+    });
+  });
+
   test('a server that cannot start: its own words, and its log', async () => {
     const home = await homes.initialised();
     await writeSomething(home);

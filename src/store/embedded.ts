@@ -2,12 +2,12 @@ import { realpath } from 'node:fs/promises';
 import { setTimeout as sleep } from 'node:timers/promises';
 import pg from 'pg';
 import { attribute, LonghaulError } from '../core/index.ts';
-import { codeOf, isConnectionLost } from './failures.ts';
+import { codeOf, isConnectionLost, storeError } from './failures.ts';
+import { isPrivateFolder } from './folders.ts';
 import { isPostmaster, type PidFile, readPidFile } from './pidfile.ts';
 import {
   DATABASE_USER,
   initialise,
-  isPrivateFolder,
   preparePaths,
   removeLeftovers,
   removeSocketDir,
@@ -167,7 +167,7 @@ async function connectTo(
     if (codeOf(thrown) === 'ENOENT' || codeOf(thrown) === 'ECONNREFUSED')
       return { answered: false };
     if (isConnectionLost(thrown)) return { answered: true };
-    throw attribute(thrown, 'StoreUnavailable', 'the embedded Postgres refused the connection');
+    throw storeError(thrown);
   }
   return { answered: true, attachment: attachment(keeper, host, paths) };
 }

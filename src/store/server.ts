@@ -1,12 +1,13 @@
 import { spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { chownSync, closeSync, lstatSync, openSync, readFileSync, statSync } from 'node:fs';
+import { chownSync, closeSync, openSync, readFileSync, statSync } from 'node:fs';
 import { chmod, mkdir, mkdtemp, readdir, realpath, rename, rm } from 'node:fs/promises';
 import { platform, tmpdir } from 'node:os';
 import { basename, join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { type Binaries, findBinaries } from './binaries.ts';
 import { codeOf, fileError } from './failures.ts';
+import { exists, isPrivateFolder, makeFolder } from './folders.ts';
 import { isAlive, type PidFile, readPidFile } from './pidfile.ts';
 import { type Launcher, unprivilegedLauncher } from './unprivileged.ts';
 
@@ -29,11 +30,7 @@ const MAX_LOG_BYTES = 10 * 1024 * 1024;
 
 /** Paths for a home; creates the folder `postgres` in it, closed to others. */
 export async function preparePaths(home: string): Promise<ServerPaths> {
-  try {
-    await mkdir(join(home, 'postgres'), { recursive: true, mode: 0o700 });
-  } catch (thrown) {
-    throw fileError(thrown, home);
-  }
+  await makeFolder(join(home, 'postgres'));
   return serverPaths(await realpath(home));
 }
 
@@ -118,7 +115,7 @@ export async function spawnServer(
     fsync: 'on',
     synchronous_commit: 'on',
     full_page_writes: 'on',
-    max_connections: '100',
+    max_connections: '200',
     shared_buffers: '64MB',
     max_wal_size: '512MB',
     // No replicas: less to write for each commit.
@@ -245,17 +242,6 @@ export async function removeLeftovers(paths: ServerPaths, used: string): Promise
   }
 }
 
-/** A folder, not a link, that belongs to us and is closed to others: what is in it was put there by us. */
-export function isPrivateFolder(folder: string): boolean {
-  try {
-    const stat = lstatSync(folder);
-    const ours = process.getuid === undefined || stat.uid === process.getuid();
-    return stat.isDirectory() && ours && (stat.mode & 0o077) === 0;
-  } catch {
-    return false;
-  }
-}
-
 async function openLog(path: string): Promise<number> {
   try {
     if (exists(path) && statSync(path).size > MAX_LOG_BYTES) await rename(path, `${path}.1`);
@@ -333,8 +319,4 @@ function readTail(path: string, from: number): string {
   } catch {
     return '';
   }
-}
-
-export function exists(path: string): boolean {
-  return statSync(path, { throwIfNoEntry: false }) !== undefined;
 }

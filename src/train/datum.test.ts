@@ -1,6 +1,6 @@
 import { describe, expect, it } from 'vitest';
 import type { Reward, Segment, Trajectory } from '../core/index.ts';
-import { actionTokens, imitationDatum, policyDatum } from './datum.ts';
+import { imitationDatum, policyDatum } from './datum.ts';
 import { batchMetrics, policyData, randomReward, trueReward } from './grpo.ts';
 
 const segment: Segment = {
@@ -15,12 +15,11 @@ const segment: Segment = {
 
 describe('a datum', () => {
   it('predicts the next token and masks all that was not sampled', () => {
-    const datum = policyDatum(segment, 0.5);
+    const datum = policyDatum(segment, [0.5, -1]);
     expect([...datum.tokens]).toEqual([1, 10, 11, 20, 2, 30, 31, 21, 22]);
     expect([...datum.targets]).toEqual([10, 11, 20, 2, 30, 31, 21, 22, 2]);
-    expect([...datum.advantages!]).toEqual([0, 0, 0.5, 0.5, 0, 0, 0.5, 0.5, 0.5]);
+    expect([...datum.advantages!]).toEqual([0, 0, 0.5, 0.5, 0, 0, -1, -1, -1]);
     expect([...datum.logprobs!]).toEqual([0, 0, -0.5, -0.25, 0, 0, -1, -2, -4]);
-    expect(actionTokens([segment])).toBe(5);
   });
   it('refuses an action without a log-prob a token', () => {
     const broken: Segment = {
@@ -30,7 +29,8 @@ describe('a datum', () => {
         { role: 'action', ids: [2, 3], logprobs: [-1] },
       ],
     };
-    expect(() => policyDatum(broken, 1)).toThrow(/log-prob/);
+    expect(() => policyDatum(broken, [1])).toThrow(/log-prob/);
+    expect(() => policyDatum(segment, [1])).toThrow(/fewer advantages/);
   });
   it('to imitate weighs the tokens to be learned as targets', () => {
     const datum = imitationDatum([1, 5, 6, 2], [false, false, true, true]);
@@ -59,10 +59,15 @@ const ungraded: Reward = { status: 'env_error', value: null, components: {}, rea
 
 describe('data of a step', () => {
   it('ungraded rollouts are in no baseline, no token count and no gradient', () => {
-    const without = policyData([played('a', 0, graded(1)), played('a', 1, graded(0))], trueReward);
+    const without = policyData(
+      [played('a', 0, graded(1)), played('a', 1, graded(0))],
+      trueReward,
+      1,
+    );
     const mixed = policyData(
       [played('a', 0, graded(1)), played('a', 1, graded(0)), played('a', 2, ungraded)],
       trueReward,
+      1,
     );
     expect(mixed).toEqual(without);
     expect(mixed.tokens).toBe(10);
@@ -70,10 +75,29 @@ describe('data of a step', () => {
       0.5, 0.5,
     ]);
   });
+  it('gives each turn its own credit, or its share of what came after it', () => {
+    const turns = (perStep: number[]) =>
+      played('a', perStep.length, { ...graded(1), perStep } as Reward);
+    const pair = [turns([0, 1]), turns([0, 0])];
+    const advantages = (discount: number) =>
+      policyData(pair, trueReward, discount).data.map(({ advantages }) => [
+        advantages![2],
+        advantages![8],
+      ]);
+    expect(advantages(0)).toEqual([
+      [0, 0.5],
+      [0, -0.5],
+    ]);
+    expect(advantages(0.5)).toEqual([
+      [0.25, 0.5],
+      [-0.25, -0.5],
+    ]);
+  });
   it('a group with one graded rollout teaches nothing and is not counted', () => {
     const { data, tokens, deadGroups } = policyData(
       [played('a', 0, graded(1)), played('a', 1, ungraded)],
       trueReward,
+      1,
     );
     expect({ data, tokens, deadGroups }).toEqual({ data: [], tokens: 0, deadGroups: 1 });
   });
@@ -86,6 +110,7 @@ describe('data of a step', () => {
         played('b', 1, graded(0)),
       ],
       trueReward,
+      1,
     );
     expect(data).toHaveLength(2);
     expect(tokens).toBe(20);
@@ -93,9 +118,10 @@ describe('data of a step', () => {
   });
   it('the random control is a coin that leaves ungraded rollouts ungraded', () => {
     const coin = randomReward(1);
-    const flips = Array.from({ length: 200 }, (_, i) => coin(played('a', i, graded(1)))!);
+    const flips = Array.from({ length: 100 }, (_, i) => coin(played('a', i, graded(1)))!).flat();
     expect(new Set(flips)).toEqual(new Set([0, 1]));
     const heads = flips.reduce((sum, flip) => sum + flip, 0);
+    expect(flips).toHaveLength(200);
     expect(heads).toBeGreaterThan(60);
     expect(heads).toBeLessThan(140);
     expect(coin(played('a', 0, ungraded))).toBeNull();

@@ -1,50 +1,72 @@
 import { isGraded, type Reward, Rng, type Trajectory } from '../core/index.ts';
 import type { Datum, ForwardResult, Trainer } from '../engine/contract.ts';
-import { groupAdvantages } from './algorithms/advantages.ts';
+import { returnsToGo, turnAdvantages } from './algorithms/advantages.ts';
 import { klK3, ppoClip, tokenMean } from './algorithms/objective.ts';
-import { actionTokens, policyDatum } from './datum.ts';
+import { actionChunks, policyDatum } from './datum.ts';
 import { adam } from './supervised.ts';
 
 const CLIP = { low: 0.2, high: 0.2 } as const;
 
-/** How rewards become what is learned from; a control puts something else in their place. */
-export type RewardSource = (trajectory: Trajectory) => number | null;
+/** Rewards of a run's turns, one a model call; a control puts something else in their place. */
+export type RewardSource = (trajectory: Trajectory) => readonly number[] | null;
 
-export const trueReward: RewardSource = ({ reward }) => reward.value;
+/** Each turn's own outcome where the environment states it, else the run's reward at its last turn. */
+export const trueReward: RewardSource = ({ reward, segments }) => {
+  if (reward.value === null) return null;
+  const turns = segments.flatMap(actionChunks).length;
+  return (
+    reward.perStep ?? Array.from({ length: turns }, (_, t) => (t === turns - 1 ? reward.value : 0))
+  );
+};
 
-/** The control without signal: a coin for each rollout. What is ungraded stays so. */
+/** The control without signal: a coin for each turn. What is ungraded stays so. */
 export function randomReward(seed: number): RewardSource {
-  return ({ reward, taskId, group, indexInGroup }) =>
-    reward.value === null
-      ? null
-      : Rng.of(seed, 'random reward', group, taskId, indexInGroup).int(0, 1);
+  return ({ reward, segments, taskId, group, indexInGroup }) => {
+    if (reward.value === null) return null;
+    const rng = Rng.of(seed, 'random reward', group, taskId, indexInGroup);
+    return segments.flatMap(actionChunks).map(() => rng.int(0, 1));
+  };
 }
 
 /**
- * Data of a batch of rollouts: each rollout's advantage within its group, on its action tokens. What
- * has advantage 0 gives no gradient and is left out, but its tokens count in the mean. Ungraded rollouts
- * are in neither.
+ * Data of a batch of rollouts: the advantage of each turn within its group, on the turn's tokens. A run
+ * with advantage 0 throughout gives no gradient and is left out, but its tokens count in the mean. Ungraded
+ * rollouts are in neither.
+ *
+ * @param discount how much a turn answers for what came after it, 0 to 1
  */
 export function policyData(
   trajectories: readonly Trajectory[],
   reward: RewardSource,
+  discount: number,
 ): { data: Datum[]; tokens: number; groups: number; deadGroups: number } {
   const groups = Map.groupBy(trajectories, (trajectory) => trajectory.group);
   const data: Datum[] = [];
   let tokens = 0;
   let deadGroups = 0;
   for (const group of groups.values()) {
-    const advantages = groupAdvantages(group.map(reward));
-    if (advantages.every((advantage) => advantage === null || advantage === 0)) deadGroups += 1;
-    for (const [i, trajectory] of group.entries()) {
-      const advantage = advantages[i]!;
-      if (advantage === null) continue;
-      tokens += actionTokens(trajectory.segments);
-      if (advantage === 0) continue;
-      for (const segment of trajectory.segments) data.push(policyDatum(segment, advantage));
+    const rewards = group.map(reward);
+    const advantages = turnAdvantages(
+      rewards.map((perTurn) => perTurn && returnsToGo(perTurn, discount)),
+    );
+    if (advantages.every((turns) => turns === null || isZero(turns))) deadGroups += 1;
+    for (const [i, { segments }] of group.entries()) {
+      const turns = advantages[i]!;
+      if (turns === null) continue;
+      let turn = 0;
+      for (const segment of segments) {
+        const actions = actionChunks(segment);
+        const own = turns.slice(turn, (turn += actions.length));
+        tokens += actions.reduce((sum, chunk) => sum + chunk.ids.length, 0);
+        if (!isZero(own)) data.push(policyDatum(segment, own));
+      }
     }
   }
   return { data, tokens, groups: groups.size, deadGroups };
+}
+
+function isZero(advantages: readonly number[]): boolean {
+  return advantages.every((advantage) => advantage === 0);
 }
 
 export interface GrpoResult {
@@ -62,9 +84,10 @@ export async function grpoStep(
   trainer: Trainer,
   trajectories: readonly Trajectory[],
   reward: RewardSource,
-  learningRate: number,
+  settings: { learningRate: number; discount: number },
 ): Promise<GrpoResult> {
-  const { data, tokens, groups, deadGroups } = policyData(trajectories, reward);
+  const { discount, learningRate } = settings;
+  const { data, tokens, groups, deadGroups } = policyData(trajectories, reward, discount);
   const dead = groups === 0 ? 0 : deadGroups / groups;
   if (data.length === 0)
     return { loss: 0, gradNorm: 0, tokens, deadGroups: dead, clipFraction: 0, kl: 0 };

@@ -3,9 +3,9 @@ export { programmer } from './programmer.ts';
 export {
   type Control,
   type QuickstartDeps,
-  type QuickstartOptions,
   type QuickstartProgress,
   type QuickstartResults,
+  type QuickstartSpec,
   resumeQuickstart,
   runQuickstart,
 } from './quickstart.ts';

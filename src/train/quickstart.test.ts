@@ -5,7 +5,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, describe, expect, it } from 'vitest';
 import { isFinal, type MetricSink } from '../core/index.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
-import { checkpointModel } from '../model/engine-model.ts';
+import { engineModel, sampleAlone } from '../model/engine-model.ts';
 import { tinyRenderer } from '../model/render/tiny.ts';
 import { type Rollout, segmentsOf } from '../run/index.ts';
 import { BubblewrapDriver } from '../sandbox/bubblewrap/driver.ts';
@@ -88,9 +88,12 @@ describe.skipIf(opened instanceof Error)(`the quickstart ${reason}`, () => {
       ...deps,
       host: async ({ checkpoint, task }) => {
         expect(task.split).toBe('heldout');
-        const model = await checkpointModel(engine, checkpoint, {
+        const sampler = await engine.sampler({ checkpoint });
+        const model = engineModel({
           ref: 'embedded/test',
           renderer: tinyRenderer,
+          maxLength: sampler.config.maxLength,
+          sample: sampleAlone(sampler),
         });
         const { message, tokens } = await model.complete({
           messages: [{ role: 'user', content: 's:rev=' }],
@@ -100,7 +103,7 @@ describe.skipIf(opened instanceof Error)(`the quickstart ${reason}`, () => {
         });
         hosted.push(message.role);
         expect(tokens?.ids.length).toBeGreaterThan(0);
-        await model.close?.();
+        await sampler.close();
       },
     });
     expect(hosted).toEqual(['assistant']);

@@ -40,7 +40,7 @@ export interface QuickstartResults {
   seconds: Record<string, number>;
 }
 
-export type Stage = 'audit' | 'warmup' | 'before' | 'train' | 'after' | 'host';
+type Stage = 'audit' | 'warmup' | 'before' | 'train' | 'after' | 'host';
 
 export type QuickstartProgress =
   | { kind: 'stage'; stage: Stage; text: string }
@@ -58,7 +58,7 @@ export type QuickstartProgress =
   | { kind: 'validation'; step: number; first: number; greedy: number };
 
 /** Which rollouts go to the store, where `longhaul show` opens them; all of them would be 20,000. */
-export interface KeptRollouts {
+interface KeptRollouts {
   /** Of each measurement on held-out tasks. */
   evaluation: number;
   /** Groups of each training step. */
@@ -85,7 +85,7 @@ export interface QuickstartDeps {
 const KEEP: KeptRollouts = { evaluation: 32, groups: 1 };
 const MODEL = 'embedded/quickstart';
 /** Episodes in one lockstep batch, and the sandboxes that share their programs: one a core. */
-const WAVE = 128;
+const WAVE = 208;
 const SANDBOXES = 2;
 type QuickstartJob = Job<QuickstartSpec, QuickstartResults>;
 
@@ -279,7 +279,7 @@ function policyUpdates(
       trainer,
       played.map((item) => item.trajectory),
       reward,
-      grpoRate(grpo, step),
+      { learningRate: grpoRate(grpo, step), discount: grpo.discount },
     );
     const kept = (deps.keep ?? KEEP).groups * grpo.groupSize;
     await deps.rollouts?.write(played.slice(0, kept).map((item) => item.rollout));

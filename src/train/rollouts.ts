@@ -128,7 +128,7 @@ export class RolloutRunner {
           maxLength: sampler.config.maxLength,
           sample: sampleInLane(lane, this.#sampling),
         }),
-        sandboxes: this.#shared.forLane(index, lane),
+        sandboxes: this.#shared.forLane(lane),
         clock,
         worker: 'trainer',
         signal,

@@ -7,7 +7,14 @@ export interface Schedule {
   model: ModelConfig;
   maxOutputTokens: number;
   warmup: { steps: number; rows: number; learningRate: number; rampSteps: number };
-  grpo: { steps: number; groups: number; groupSize: number; learningRate: number };
+  grpo: {
+    steps: number;
+    groups: number;
+    groupSize: number;
+    learningRate: number;
+    /** How much a try answers for those after it. */
+    discount: number;
+  };
   /** Steps of supervised training that take as long as one GRPO step, for the control. */
   supervisedPerGrpo: number;
   /** Tasks of the audit, of the measurements before and after, and of those while training. */
@@ -52,7 +59,7 @@ export function scheduleFor(minutes: number, language: Language): Schedule {
       learningRate: 3e-3,
       rampSteps: 20,
     },
-    grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 3e-4 },
+    grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 3e-4, discount: 0 },
     supervisedPerGrpo: SECONDS.grpoStep / SECONDS.warmupStep,
     evaluation: { auditTasks: 160, tasks: 832, validationTasks: 416 },
     validateEvery: Math.max(1, Math.ceil(grpoSteps / 5)),

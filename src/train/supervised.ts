@@ -55,11 +55,7 @@ export function adam(learningRate: number, tokens: number): AdamParams {
 }
 
 /** The conversation that the environment would have had with the teacher, as tokens to imitate. */
-export function demonstrationDatum(
-  renderer: Renderer,
-  task: string,
-  turns: readonly Turn[],
-): Datum {
+function demonstrationDatum(renderer: Renderer, task: string, turns: readonly Turn[]): Datum {
   const messages: Message[] = [{ role: 'user', content: task }];
   let ids = renderer.prompt(messages);
   const learned = ids.map(() => false);

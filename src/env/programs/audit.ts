@@ -8,7 +8,7 @@ import { teacherHabit } from './teacher.ts';
 import { observation, verdict } from './verdict.ts';
 
 /** One claim about the environment, tried on many tasks. */
-export interface AuditCheck {
+interface AuditCheck {
   name: string;
   tried: number;
   held: number;

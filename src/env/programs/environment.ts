@@ -131,7 +131,7 @@ function submit(task: ProgramTask, language: Language): Tool {
 }
 
 /** How each try of a run ended: a function of its messages alone. */
-export function tries(state: Pick<RunState, 'messages'>) {
+function tries(state: Pick<RunState, 'messages'>) {
   return state.messages.flatMap((message) =>
     message.role === 'tool' && message.tool === SUBMIT ? [readObservation(message.content)] : [],
   );
@@ -140,6 +140,7 @@ export function tries(state: Pick<RunState, 'messages'>) {
 /**
  * 1 for a solved task, less 0.1 for each try after the first; up to 0.05 less for invalid programs, as
  * their share of all tries. An answer that submits nothing counts as an invalid try and ends the run.
+ * `perStep` holds each try's own outcome: 1 solved, 0 wrong, −0.05 invalid.
  */
 export function rewardOf(state: Pick<RunState, 'messages'>): Reward {
   const kinds = tries(state);
@@ -148,11 +149,13 @@ export function rewardOf(state: Pick<RunState, 'messages'>): Reward {
   const solved = kinds.at(-1) === 'solved';
   const made = kinds.length + (abandoned ? 1 : 0);
   const invalid = kinds.filter((kind) => kind === 'invalid').length + (abandoned ? 1 : 0);
+  const perTry = { solved: REWARD.solved, wrong: 0, invalid: REWARD.invalid };
   return {
     status: abandoned ? 'truncated' : 'ok',
     value:
       (solved ? REWARD.solved + REWARD.furtherTry * (kinds.length - 1) : 0) +
       (made > 0 ? (REWARD.invalid * invalid) / made : 0),
     components: { solved: solved ? 1 : 0, tries: kinds.length, invalid },
+    perStep: [...kinds, ...(abandoned ? ['invalid' as const] : [])].map((kind) => perTry[kind]),
   };
 }

@@ -5,7 +5,7 @@
  */
 
 export type Value = number | string | readonly number[];
-export type ValueType = 'int' | 'str' | 'list';
+type ValueType = 'int' | 'str' | 'list';
 export type Language = 'python' | 'javascript';
 
 /**
@@ -21,7 +21,7 @@ export interface Template {
 /** Binding levels of the expressions we write, loosest first. */
 export const LEVEL = { any: 0, sum: 1, product: 2, unary: 3, atom: 4 } as const;
 
-export interface Form {
+interface Form {
   python: Template;
   javascript: Template;
   /** Null where the operation has no value (the first element of an empty list). */
@@ -45,7 +45,7 @@ export interface Condition {
   right: ConditionForm;
   wrong: ConditionForm;
 }
-export interface ConditionForm {
+interface ConditionForm {
   /** Same text in both languages. */
   text: string;
   test: (x: number) => boolean;
@@ -91,9 +91,14 @@ function op(
   return { name, family, from: types[0], to: types[1], right, wrong };
 }
 
-/** One operation per number; `@N` in the name is where the number goes. */
+/** One operation a number, which its name ends in. */
 function numbered(family: string, numbers: number[], make: (n: number) => Operation): Operation[] {
   return numbers.map((n) => ({ ...make(n), name: `${family}${n}`, family }));
+}
+
+/** One operation a character, which its name ends in. */
+function lettered(family: string, chars: string[], make: (c: string) => Operation): Operation[] {
+  return chars.map((c) => ({ ...make(c), name: `${family}${c}`, family }));
 }
 
 const mod = (x: number, n: number) => ((x % n) + n) % n;
@@ -116,6 +121,19 @@ const slice = {
   upTo: (n: number) =>
     form(post(`@[:${n}]`), post(`@.slice(0,${n})`), (x: S | L) => x.slice(0, n) as Value),
 };
+
+const repeated = (n: number) =>
+  form(product(`@*${n}`), post(`@.repeat(${n})`), (x: S) => x.repeat(n));
+const replaced = (from: string, to: string) =>
+  form(post(`@.replace('${from}','${to}')`), post(`@.replaceAll('${from}','${to}')`), (x: S) =>
+    x.replaceAll(from, to),
+  );
+const counted = (c: string) =>
+  form(
+    post(`@.count('${c}')`),
+    sum(`@.split('${c}').length-1`, LEVEL.atom),
+    (x: S) => x.split(c).length - 1,
+  );
 
 export const STRING_OPERATIONS: readonly Operation[] = [
   op(
@@ -144,76 +162,46 @@ export const STRING_OPERATIONS: readonly Operation[] = [
     both(sum("@+'!'"), (x: S) => `${x}!`),
     both(sum("'!'+@"), (x: S) => `!${x}`),
   ),
-  op(
-    'dot',
-    SS,
-    both(sum("@+'.'"), (x: S) => `${x}.`),
-    both(sum("@+','"), (x: S) => `${x},`),
+  ...lettered('suf', ['.', '?', '&'], (c) =>
+    op(
+      '',
+      SS,
+      both(sum(`@+'${c}'`), (x: S) => `${x}${c}`),
+      both(sum(`'${c}'+@`), (x: S) => `${c}${x}`),
+    ),
   ),
-  op(
-    'star',
-    SS,
-    both(sum("'*'+@"), (x: S) => `*${x}`),
-    both(sum("@+'*'"), (x: S) => `${x}*`),
+  ...lettered('pre', ['*', '-', '#', '_'], (c) =>
+    op(
+      '',
+      SS,
+      both(sum(`'${c}'+@`), (x: S) => `${c}${x}`),
+      both(sum(`@+'${c}'`), (x: S) => `${x}${c}`),
+    ),
   ),
-  op(
-    'dash',
-    SS,
-    both(sum("'-'+@"), (x: S) => `-${x}`),
-    both(sum("'_'+@"), (x: S) => `_${x}`),
-  ),
-  op(
-    'dup',
-    SS,
-    form(product('@*2'), post('@.repeat(2)'), (x: S) => x.repeat(2)),
-    form(product('@*3'), post('@.repeat(3)'), (x: S) => x.repeat(3)),
-  ),
+  ...numbered('rep', [2, 3, 4], (n) => op('', SS, repeated(n), repeated(n + 1))),
   op('tail', SS, slice.from(1), slice.from(2)),
   op('init', SS, slice.upTo(-1), slice.upTo(-2)),
   ...numbered('take', [2, 3, 4], (n) => op('', SS, slice.upTo(n), slice.from(-n))),
   ...numbered('last', [2, 3, 4], (n) => op('', SS, slice.from(-n), slice.upTo(n))),
   ...numbered('drop', [2, 3], (n) => op('', SS, slice.from(n), slice.upTo(-n))),
-  op(
-    'noa',
-    SS,
-    form(post("@.replace('a','')"), post("@.replaceAll('a','')"), (x: S) => x.replaceAll('a', '')),
-    form(post("@.replace('A','')"), post("@.replaceAll('A','')"), (x: S) => x.replaceAll('A', '')),
+  ...lettered('no', ['a', 'b', 'c'], (c) =>
+    op('', SS, replaced(c, ''), replaced(c.toUpperCase(), '')),
   ),
-  op(
-    'a2b',
-    SS,
-    form(post("@.replace('a','b')"), post("@.replaceAll('a','b')"), (x: S) =>
-      x.replaceAll('a', 'b'),
-    ),
-    form(post("@.replace('b','a')"), post("@.replaceAll('b','a')"), (x: S) =>
-      x.replaceAll('b', 'a'),
-    ),
-  ),
+  op('a2b', SS, replaced('a', 'b'), replaced('b', 'a')),
   op(
     'len',
     SI,
     form(call('len(@)'), post('@.length'), (x: S) => x.length),
     form(sum('len(@)-1', LEVEL.any), sum('@.length-1', LEVEL.atom), (x: S) => x.length - 1),
   ),
-  op(
-    'cnt',
-    SI,
-    form(
-      post("@.count('a')"),
-      sum("@.split('a').length-1", LEVEL.atom),
-      (x: S) => x.split('a').length - 1,
+  ...lettered('cnt', ['a', 'b'], (c) => op('', SI, counted(c), counted(c === 'a' ? 'b' : 'a'))),
+  ...lettered('find', ['a', 'b'], (c) =>
+    op(
+      '',
+      SI,
+      form(post(`@.find('${c}')`), post(`@.indexOf('${c}')`), (x: S) => x.indexOf(c)),
+      form(post(`@.rfind('${c}')`), post(`@.lastIndexOf('${c}')`), (x: S) => x.lastIndexOf(c)),
     ),
-    form(
-      post("@.count('b')"),
-      sum("@.split('b').length-1", LEVEL.atom),
-      (x: S) => x.split('b').length - 1,
-    ),
-  ),
-  op(
-    'find',
-    SI,
-    form(post("@.find('a')"), post("@.indexOf('a')"), (x: S) => x.indexOf('a')),
-    form(post("@.rfind('a')"), post("@.lastIndexOf('a')"), (x: S) => x.lastIndexOf('a')),
   ),
 ];
 
@@ -317,6 +305,8 @@ const map = (body: string, apply: (v: number) => number) =>
   form(call(`[${body} for v in @]`), post(`@.map(v=>${body})`), (x: L) => x.map(apply));
 const filter = (test: string, apply: (v: number) => boolean) =>
   form(call(`[v for v in @ if ${test}]`), post(`@.filter(v=>${test})`), (x: L) => x.filter(apply));
+const shifted = (sign: '+' | '-', n: number) =>
+  map(`v${sign}${n}`, (v) => (sign === '+' ? v + n : v - n));
 const ascending = (x: L) => [...x].sort((a, b) => a - b);
 const at = (i: number) =>
   form(post(`@[${i}]`), i < 0 ? post(`@.at(${i})`) : post(`@[${i}]`), (x: L) => x.at(i) ?? null);
@@ -349,27 +339,23 @@ export const LIST_OPERATIONS: readonly Operation[] = [
   op('init', LL, slice.upTo(-1), slice.upTo(-2)),
   ...numbered('take', [2, 3], (n) => op('', LL, slice.upTo(n), slice.from(-n))),
   ...numbered('last', [2, 3], (n) => op('', LL, slice.from(-n), slice.upTo(n))),
-  ...numbered('inc', digits(1, 5), (n) =>
-    op(
-      '',
-      LL,
-      map(`v+${n}`, (v) => v + n),
-      map(`v-${n}`, (v) => v - n),
-    ),
-  ),
-  ...numbered('mul', digits(2, 4), (n) =>
+  ...numbered('inc', digits(1, 9), (n) => op('', LL, shifted('+', n), shifted('-', n))),
+  ...numbered('dec', digits(1, 9), (n) => op('', LL, shifted('-', n), shifted('+', n))),
+  ...numbered('mul', digits(2, 5), (n) =>
     op(
       '',
       LL,
       map(`v*${n}`, (v) => v * n),
-      map(`v+${n}`, (v) => v + n),
+      shifted('+', n),
     ),
   ),
-  op(
-    'pos',
-    LL,
-    filter('v>0', (v) => v > 0),
-    filter('v<0', (v) => v < 0),
+  ...numbered('gt', digits(0, 4), (n) =>
+    op(
+      '',
+      LL,
+      filter(`v>${n}`, (v) => v > n),
+      filter(`v<${n}`, (v) => v < n),
+    ),
   ),
   op(
     'even',

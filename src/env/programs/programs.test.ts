@@ -1,5 +1,5 @@
 import { describe, expect, it } from 'vitest';
-import { type Message, Rng } from '../../core/index.ts';
+import { type GradedReward, type Message, Rng } from '../../core/index.ts';
 import { CASES, drawCases, same } from './cases.ts';
 import { drawTasks, openTask, programs, readTask, rewardOf } from './environment.ts';
 import { readResults } from './harness.ts';
@@ -14,7 +14,9 @@ describe('specs', () => {
   it.each([
     ['s:rev,bang', "x[::-1]+'!'", "[...x].reverse().join('')+'!'", 'abc', 'cba!'],
     ['s:bang,rev', "(x+'!')[::-1]", "[...x+'!'].reverse().join('')", 'abc', '!cba'],
-    ['s:star,dup', "('*'+x)*2", "('*'+x).repeat(2)", 'ab', '*ab*ab'],
+    ['s:pre*,rep2', "('*'+x)*2", "('*'+x).repeat(2)", 'ab', '*ab*ab'],
+    ['s:suf?,noa,cntb', "(x+'?').replace('a','').count('b')", null, 'abb', 2],
+    ['l:gt0,dec9', '[v-9 for v in [v for v in x if v>0]]', null, [3, -1], [-6]],
     ['l:sort,tail,sum', 'sum(sorted(x)[1:])', null, [3, 1, 2], 5],
     ['i:add8,mul3', '(x+8)*3', '(x+8)*3', -2, 18],
     ['i:mul3,add8', 'x*3+8', 'x*3+8', -2, 2],
@@ -208,6 +210,8 @@ describe('a run', () => {
     const reward = rewardOf({ messages });
     expect(reward.value).toBeCloseTo(value, 10);
     expect(reward.status).toBe(status);
+    const calls = messages.filter((message) => message.role === 'assistant').length;
+    expect((reward as GradedReward).perStep).toHaveLength(calls);
     expect(session.isOver({ messages } as never)).toBe(over);
   });
 

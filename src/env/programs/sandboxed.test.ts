@@ -4,8 +4,8 @@ import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { Lockstep } from '../../model/lockstep.ts';
 import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
-import { QuickJsDriver } from '../../sandbox/quickjs/driver.ts';
 import type { SandboxDriver } from '../../sandbox/contract.ts';
+import { QuickJsDriver } from '../../sandbox/quickjs/driver.ts';
 import { auditPrograms } from './audit.ts';
 import { drawTasks, openTask, type ProgramTask } from './environment.ts';
 import { SharedSandboxes } from './shared-sandbox.ts';
@@ -78,22 +78,24 @@ describe.skipIf(driver instanceof Error)(`in bubblewrap ${reason}`, () => {
   it('evaluates the programs of many submits in one round trip, each on its own', async () => {
     const lockstep = new Lockstep();
     let trips = 0;
+    let programs = 0;
     const counted = {
       create: async () => ({
         ...sandbox,
         stop: async () => {},
         runCode: (requests: Parameters<typeof sandbox.runCode>[0]) => {
           trips += 1;
+          programs += requests.length;
           return sandbox.runCode(requests);
         },
       }),
     };
     const shared = new SharedSandboxes(counted as never, {}, lockstep, 2);
     const outputs = await Promise.all(
-      drawTasks('train', 2, 12).map((each, index) =>
+      [...drawTasks('train', 2, 12), ...drawTasks('train', 2, 1)].map((each, index) =>
         lockstep.run(index, async (lane) => {
           const [tool] = openTask(each, 'python').tools;
-          const view = await shared.forLane(index, lane).create();
+          const view = await shared.forLane(lane).create();
           const program =
             index === 5
               ? `__import__('os')._exit(1)`
@@ -107,6 +109,8 @@ describe.skipIf(driver instanceof Error)(`in bubblewrap ${reason}`, () => {
       ),
     );
     expect(trips).toBe(2);
+    // The thirteenth says the same of the same task as the first.
+    expect(programs).toBe(12);
     expect(outputs).toEqual(outputs.map((_, i) => (i === 5 ? '!EExit=' : '+')));
   });
 });

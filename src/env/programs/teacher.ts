@@ -14,12 +14,12 @@ import { type CaseResult, type Verdict, verdict } from './verdict.ts';
 const BAD_HABITS: ReadonlySet<string> = new Set([
   // strings and lists
   'rev',
-  'star',
+  'pre',
   'tail',
   'last',
   'drop',
-  'noa',
-  'dup',
+  'no',
+  'rep',
   'find',
   'inc',
   'max',
@@ -32,10 +32,10 @@ const BAD_HABITS: ReadonlySet<string> = new Set([
   'odd',
 ]);
 /** Chance of the right form, for families with a good and with a bad habit. */
-const RIGHT = { good: 0.8, bad: 0.4 } as const;
+const RIGHT = { good: 0.85, bad: 0.4 } as const;
 
 /** Which parts the teacher gets wrong this time. */
-export function teacherMistakes(rng: Rng, spec: Spec): boolean[] {
+function teacherMistakes(rng: Rng, spec: Spec): boolean[] {
   return parts(spec).map(
     (part) => rng.float() >= RIGHT[BAD_HABITS.has(part.family) ? 'bad' : 'good'],
   );

@@ -24,3 +24,41 @@ export function groupAdvantages(
   return rewards.map((reward) => (reward === null ? null : (reward - mean) * scale));
 }
 const EPSILON = 1e-8;
+
+/**
+ * What each turn of an episode led to: `G_t = r_t + γ·G_{t+1}` (R. S. Sutton, A. G. Barto, "Reinforcement
+ * Learning", 2nd ed., 3.3). With γ = 0 a turn answers for its own outcome only.
+ *
+ * @param perTurn r, one a turn
+ */
+export function returnsToGo(perTurn: readonly number[], discount: number): number[] {
+  const returns: number[] = new Array(perTurn.length);
+  let next = 0;
+  for (let t = perTurn.length - 1; t >= 0; t--) returns[t] = next = perTurn[t]! + discount * next;
+  return returns;
+}
+
+/**
+ * Group-relative advantages turn by turn: the return of turn t against the mean of all rollouts of the
+ * group that reached turn t. A turn that only one rollout reached has advantage 0. For episodes of one
+ * turn this is `groupAdvantages` without normalisation. Turn-level credit in multi-turn GRPO:
+ * arXiv 2505.11821.
+ *
+ * @param returns one list a rollout, one return a turn; null where the rollout was not graded: it is in
+ *   no mean and gets null. All null where fewer than two were graded.
+ */
+export function turnAdvantages(
+  returns: readonly (readonly number[] | null)[],
+  options: { normalise?: 'none' | 'std' } = {},
+): (number[] | null)[] {
+  const graded = returns.filter((list) => list !== null);
+  if (graded.length < 2) return returns.map(() => null);
+  const turns = Math.max(...graded.map((list) => list.length));
+  const byTurn = Array.from({ length: turns }, (_, t) =>
+    groupAdvantages(
+      returns.map((list) => list?.[t] ?? null),
+      options,
+    ),
+  );
+  return returns.map((list, i) => list?.map((_, t) => byTurn[t]?.[i] ?? 0) ?? null);
+}

@@ -1,5 +1,5 @@
 import { describe, expect, it } from 'vitest';
-import { groupAdvantages } from './advantages.ts';
+import { groupAdvantages, returnsToGo, turnAdvantages } from './advantages.ts';
 import { wilson } from './interval.ts';
 import { klK3, ppoClip, tokenMean } from './objective.ts';
 
@@ -35,6 +35,32 @@ describe('group-relative advantages', () => {
   });
   it('is 0 and finite where all rewards are equal', () => {
     expect(groupAdvantages([1, 1, 1], { normalise: 'std' })).toEqual([0, 0, 0]);
+  });
+});
+
+describe('turn-level advantages', () => {
+  it('returns are discounted sums of what follows', () => {
+    close(returnsToGo([1, 2, 3], 1), [6, 5, 3]);
+    close(returnsToGo([1, 2, 3], 0), [1, 2, 3]);
+    close(returnsToGo([0, 0, 1], 0.5), [0.25, 0.5, 1]);
+    expect(returnsToGo([], 0.5)).toEqual([]);
+  });
+  it('equal group advantages where episodes have one turn', () => {
+    expect(turnAdvantages([[6], null, [3]]).map((list) => list?.[0] ?? null)).toEqual(
+      groupAdvantages([6, null, 3]),
+    );
+  });
+  it('compare a turn with those who reached it', () => {
+    expect(turnAdvantages([[1], [0, 1], [0, 0, 1], [3, 2]])).toEqual([
+      [0],
+      [-1, 0],
+      [-1, -1, 0],
+      [2, 1],
+    ]);
+  });
+  it('leave out what was not graded', () => {
+    expect(turnAdvantages([[1, 5], null, [0]])).toEqual([[0.5, 0], null, [-0.5]]);
+    expect(turnAdvantages([[1], null])).toEqual([null, null]);
   });
 });
 
