@@ -2,6 +2,7 @@ import { mkdtemp, readdir, readFile, rename, rm, writeFile } from 'node:fs/promi
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeEach, describe, expect, it } from 'vitest';
+import { Rng } from '../../core/index.ts';
 import type { ModelConfig } from '../contract.ts';
 import { loadCheckpoint, loadWeights, saveCheckpoint } from './checkpoint.ts';
 import { initialise, layoutOf } from './layout.ts';
@@ -227,11 +228,32 @@ describe('a hostile or damaged checkpoint is refused', () => {
       [JSON.stringify({ ...config, hidden_size: 2 ** 40 }), 'dim'],
       [JSON.stringify({ ...config, num_hidden_layers: 1e6 }), 'layers'],
       [JSON.stringify({ ...config, num_hidden_layers: 1000, hidden_size: 65536 }), 'parameters'],
-      [JSON.stringify({ ...config, num_hidden_layers: 2 }), 'tensors'],
+      [JSON.stringify({ ...config, num_hidden_layers: 2 }), 'weights of config.json take more'],
+      [JSON.stringify({ ...config, tie_word_embeddings: true }), 'tensors'],
       [JSON.stringify({ ...config, rope_scaling: { type: 'linear' } }), 'rope_scaling'],
     ] as const) {
       await writeFile(path, text);
       await expectRefused(message);
+    }
+  });
+
+  it('random damage is refused by name or harmless, and never anything else', async () => {
+    const rng = Rng.of(11, 'damage');
+    for (const file of ['model.safetensors', 'config.json']) {
+      const path = join(folder, file);
+      const whole = await readFile(path);
+      const head = Math.min(whole.length, 1600);
+      for (let trial = 0; trial < 150; trial++) {
+        const bytes = Buffer.from(whole);
+        for (let n = rng.int(1, 4); n > 0; n--) bytes[rng.int(0, head - 1)] = rng.int(0, 255);
+        await writeFile(path, bytes);
+        const outcome = await loadWeights(folder).then(
+          ({ weights: loaded }) => loaded.length,
+          (error) => error.code,
+        );
+        expect(['CheckpointInvalid', weights.length]).toContain(outcome);
+      }
+      await writeFile(path, whole);
     }
   });
 

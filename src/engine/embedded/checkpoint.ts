@@ -101,8 +101,19 @@ async function findFolder(folder: string): Promise<string> {
 export async function loadWeights(folder: string): Promise<Checkpoint & { step: number }> {
   const found = await findFolder(folder);
   const config = await loadConfig(join(found, CONFIG_FILE));
-  const weights = new Float32Array(layoutOf(config).total);
   const path = join(found, MODEL_FILE);
+  const { total } = layoutOf(config);
+  // A configuration alone may not make us allocate: its weights must be there.
+  const bytes = await stat(path).then(
+    ({ size }) => size,
+    () => 0,
+  );
+  if (bytes < 4 * total)
+    throw new LonghaulError(
+      'CheckpointInvalid',
+      `${path} has ${bytes} bytes; ${total} weights of ${CONFIG_FILE} take more`,
+    );
+  const weights = new Float32Array(total);
   const metadata = await readSafetensors(path, weightTensors(config, weights));
   return { config, weights, step: stepOf(metadata, path) };
 }

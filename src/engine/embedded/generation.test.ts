@@ -1,6 +1,6 @@
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { Rng } from '../../core/index.ts';
-import type { ModelConfig, SampleRequest, SampleResult } from '../contract.ts';
+import type { ModelConfig, SampleRequest } from '../contract.ts';
 import { Generation } from './generation.ts';
 import { initialise } from './layout.ts';
 import { Training } from './training.ts';
@@ -73,14 +73,21 @@ describe('sampling', () => {
     await training.dispose();
   });
 
-  it('a request gets the same tokens alone, in a batch, and beside another call', async () => {
+  it('a request gets the same bits alone, in a batch, and beside another call', async () => {
+    // Larger than a kernel's blocks, so that rounding would show.
+    const config = { ...CONFIG, dim: 128, ffnDim: 344 };
+    const set = { config, version: 'one', weights: weightsOf(1, config) };
+    const wide = await Generation.create(set, OPTIONS);
     const requests = Array.from({ length: 12 }, (_, i) => request(i));
-    const together = await sample(requests);
-    const calls = await Promise.all([sample(requests.slice(6)), sample(requests.slice(0, 6))]);
-    const ids = (results: SampleResult[]) => results.map((result) => result.ids);
-    expect(ids([...calls[1]!, ...calls[0]!])).toEqual(ids(together));
+    const together = await wide.sample(requests).done;
+    const [late, early] = await Promise.all([
+      wide.sample(requests.slice(6)).done,
+      wide.sample(requests.slice(0, 6)).done,
+    ]);
+    expect([...early!, ...late!]).toEqual(together);
     for (const i of [0, 5, 11])
-      expect(ids(await sample([requests[i]!]))).toEqual([together[i]!.ids]);
+      expect(await wide.sample([requests[i]!]).done).toEqual([together[i]!]);
+    await wide.dispose();
   });
 
   it('more requests than rows are all served, in order', async () => {
@@ -141,6 +148,7 @@ describe('sampling', () => {
       [{ prompt: [0.5] }, 'id 0.5'],
       [{ prompt: new Array(96).fill(1) }, '96 tokens'],
       [{ maxTokens: 0 }, 'maxTokens'],
+      [{ stopTokens: [3, 23] }, 'stop tokens: id 23 at 1'],
       [{ sampling: { temperature: -1 } }, 'temperature'],
       [{ sampling: { temperature: 1, topP: 0 } }, 'topP'],
       [{ sampling: { temperature: 1, topK: 1.5 } }, 'topK'],
@@ -184,10 +192,17 @@ describe('switching weights', () => {
     const config = { ...CONFIG, dim: 16, layers: 1, kvHeads: 4 };
     const first = { config: CONFIG, version: 'a', weights: weightsOf(1) };
     const swapping = await Generation.create(first, OPTIONS);
-    await swapping.load({ config, version: 'b', weights: weightsOf(2, config) });
+    const small = { ...config, vocabSize: 20 };
+    const loaded = swapping.load({ config: small, version: 'b', weights: weightsOf(2, small) });
+    const misfit = swapping.sample([request(1, { prompt: [22] })]).done;
+    const fit = swapping.sample([request(1, { prompt: [2] })]).done;
+    await expect(misfit).rejects.toMatchObject({ code: 'InputInvalid' });
+    expect((await fit)[0]!.version).toBe('b');
+    await loaded;
+    await swapping.load({ config, version: 'c', weights: weightsOf(2, config) });
     expect(swapping.config).toEqual(config);
     const result = (await swapping.sample([request(1)]).done)[0]!;
-    expect(result.version).toBe('b');
+    expect(result.version).toBe('c');
     await swapping.dispose();
   });
 

@@ -38,14 +38,16 @@ function prefill(id: number, length: number, padded: number) {
 /** Rows by id, as a plain model of what the cache must hold. */
 function expectHolds(cache: KvCache, rows: { id: number; length: number }[]): void {
   expect(cache.rows).toBe(rows.length);
+  const fed = Math.max(2, rows.length);
+  expect(cache.fedRows).toBe(fed);
   const feeds = cache.feeds();
   const columns = feeds.mask!.dims[3]!;
-  expect(Array.from(feeds.positions!.data as BigInt64Array, Number)).toEqual(
-    rows.map((row) => row.length),
-  );
+  const positions = Array.from(feeds.positions!.data as BigInt64Array, Number);
+  expect(positions).toHaveLength(fed);
+  expect(positions.slice(0, rows.length)).toEqual(rows.map((row) => row.length));
   for (let array = 0; array < 4; array++) {
     const name = `${array % 2 === 0 ? 'keys' : 'values'}${array >> 1}`;
-    expect(feeds[name]!.dims).toEqual([rows.length, 2, columns, WIDTH]);
+    expect(feeds[name]!.dims).toEqual([fed, 2, columns, WIDTH]);
     const data = feeds[name]!.data as Float32Array;
     for (const [row, { id, length }] of rows.entries())
       for (let head = 0; head < 2; head++)
@@ -73,7 +75,7 @@ function append(cache: KvCache, rows: { id: number; length: number }[]): void {
 
 describe('the key-value cache', () => {
   it('holds every row through joining, growing, leaving and reuse', () => {
-    const cache = new KvCache(CONFIG);
+    const cache = new KvCache(CONFIG, 2);
     const rows: { id: number; length: number }[] = [];
     const join = (id: number, length: number, limit: number) => {
       cache.reserve(rows.length + 1, Math.max(cache.longest, length) + 1, limit);
@@ -110,13 +112,13 @@ describe('the key-value cache', () => {
   });
 
   it('an emptied cache takes the size of what comes next, not of what was', () => {
-    const cache = new KvCache(CONFIG);
+    const cache = new KvCache(CONFIG, 2);
     cache.reserve(3, 100, 200);
     for (let i = 0; i < 3; i++) cache.addRow(prefill(i, 100, 100), 0, 100, 100);
     for (let i = 0; i < 3; i++) cache.removeRow(0);
     cache.reserve(1, 6, 20);
     cache.addRow(prefill(9, 5, 8), 0, 8, 5);
     expectHolds(cache, [{ id: 9, length: 5 }]);
-    expect(cache.feeds().mask!.dims).toEqual([1, 1, 1, 16]);
+    expect(cache.feeds().mask!.dims).toEqual([2, 1, 1, 16]);
   });
 });

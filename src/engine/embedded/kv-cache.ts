@@ -20,6 +20,7 @@ export function columnsFor(length: number): number {
  * computes nothing else. All rows have as many columns as the longest needs; a mask hides the rest.
  */
 export class KvCache {
+  readonly #minRows: number;
   readonly #kvHeads: number;
   readonly #width: number;
   /** Keys, then values, of each layer: views into memory that may be larger. */
@@ -28,7 +29,9 @@ export class KvCache {
   #lengths: number[] = [];
   #columns = 0;
 
-  constructor(config: ModelConfig) {
+  /** A step feeds at least `minRows` rows; those not in use carry anything finite. */
+  constructor(config: ModelConfig, minRows: number) {
+    this.#minRows = minRows;
     this.#kvHeads = config.kvHeads;
     this.#width = headDim(config);
     this.#arrays = Array.from({ length: 2 * config.layers }, () => new Float32Array(0));
@@ -36,6 +39,11 @@ export class KvCache {
 
   get rows(): number {
     return this.#lengths.length;
+  }
+
+  /** Rows of the next step's inputs. */
+  get fedRows(): number {
+    return Math.max(this.rows, this.#minRows);
   }
 
   /** Tokens of the longest row. */
@@ -58,7 +66,8 @@ export class KvCache {
     const needed = columnsFor(length);
     const grown = Math.min(columnsFor(old * GROWTH), columnsFor(limit));
     const columns = old >= needed ? old : Math.max(needed, grown);
-    const floats = rows * this.#kvHeads * columns * this.#width;
+    const fed = Math.max(rows, this.#minRows);
+    const floats = fed * this.#kvHeads * columns * this.#width;
     if (columns === old && floats <= this.#arrays[0]!.length) return;
     const room = held === 0 ? floats : Math.ceil(floats * GROWTH);
     for (const [i, array] of this.#arrays.entries()) {
@@ -129,11 +138,12 @@ export class KvCache {
 
   /** Inputs of the decode graph: views, valid until the next change. */
   feeds(): Tensors {
-    const { rows } = this;
+    const rows = this.fedRows;
     const columns = this.#columns;
     const shape = [rows, this.#kvHeads, columns, this.#width];
     const size = shape.reduce((a, b) => a * b, 1);
-    const positions = BigInt64Array.from(this.#lengths, (length) => BigInt(length));
+    const positions = new BigInt64Array(rows);
+    for (const [row, length] of this.#lengths.entries()) positions[row] = BigInt(length);
     const feeds: Tensors = {
       positions: tensor(positions, [rows, 1]),
       mask: tensor(this.#mask.subarray(0, rows * columns), [rows, 1, 1, columns]),

@@ -56,7 +56,8 @@ interface Entry {
 /**
  * Reads a file into the given tensors: exactly these names and shapes must be there, their ranges must
  * tile the data without gap, overlap or surplus, and every value must be finite. Anything else is
- * `CheckpointInvalid`, before memory is taken for it. Returns the metadata.
+ * `CheckpointInvalid`. The file makes us allocate nothing but its header, which is bounded. Returns the
+ * metadata.
  */
 export async function readSafetensors(
   path: string,
