@@ -6,6 +6,7 @@ import {
   mkdtempSync,
   readdirSync,
   readFileSync,
+  readlinkSync,
   rmSync,
   statSync,
   writeFileSync,
@@ -105,6 +106,44 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     expect(await driver.hasLayer(layer)).toBe(true);
     const resumed = await driver.create({}, layer);
     expect(Buffer.from(await resumed.readFile('a')).toString()).toBe('saved');
+    await driver.close();
+  });
+
+  test('kill -9 at any moment, while starting too, leaves no process behind', async () => {
+    const dir = join(home, 'anytime');
+    const holders = () =>
+      readdirSync('/proc')
+        .filter((name) => /^\d+$/.test(name) && Number(name) !== process.pid)
+        .filter((pid) => {
+          try {
+            return readdirSync(`/proc/${pid}/fd`).some((fd) =>
+              readlinkSync(`/proc/${pid}/fd/${fd}`).startsWith(join(dir, 'run')),
+            );
+          } catch {
+            return false;
+          }
+        });
+    for (let round = 0; round < 8; round++) {
+      const { child } = startScript(`
+        import { BubblewrapDriver } from ${JSON.stringify(room)};
+        const driver = await BubblewrapDriver.open({ dir: ${JSON.stringify(dir)}, warm: 2 });
+        for (;;) {
+          const sandbox = await driver.create();
+          await sandbox.snapshot({ durable: true });
+          await sandbox.fork(1);
+          await sandbox.stop();
+        }
+      `);
+      await sleep(150 + round * 100);
+      child.kill('SIGKILL');
+    }
+    await until(() => holders().length === 0, 'all ended');
+    const driver = await BubblewrapDriver.open({ dir, warm: 0 });
+    const layers = readdirSync(join(dir, 'layers'));
+    for (const layer of layers.slice(0, 5)) {
+      expect(await driver.hasLayer(layer)).toBe(true);
+      await (await driver.create({}, layer)).stop();
+    }
     await driver.close();
   });
 
@@ -225,6 +264,8 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     await until(() => outers().length === 2, 'a warm one');
     const [taken] = processesNaming([`/tmp/s${one.id}/ws`]).filter((pid) => outers().includes(pid));
     for (const pid of outers()) if (pid !== taken) process.kill(pid, 'SIGKILL');
+    await until(() => outers().length === 1, 'it ended');
+    await sleep(200); // its pid 1 is killed by its end
     const two = await driver.create();
     expect((await two.exec({ argv: ['echo', 'fine'] })).stdout).toBe('fine\n');
     await expect(driver.create()).rejects.toMatchObject({ code: 'SandboxUnavailable' });

@@ -267,6 +267,7 @@ def supervise(job, data, timeout, keep):
         kill_all()
         while status is None:
             _, status = os.waitpid(job.pid, 0)
+        wait_gone(5)
     os.close(pidfd)
     if pending and job.stdin >= 0:
         os.close(job.stdin)

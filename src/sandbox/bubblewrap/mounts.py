@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import signal
 import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -41,10 +42,26 @@ def unmount(target):
             raise OSError(code, "umount %s" % target)
 
 
+def die_with(parent):
+    """Ends this process when `parent` does, or at once if that has happened already."""
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def fork_bound():
+    """fork() of a child that cannot outlive this process: it would hold its locks."""
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        die_with(parent)
+    return pid
+
+
 def user_namespace(inside, outside):
     """A descriptor of a user namespace that maps `inside` to `outside`, for an id-mapped mount."""
     ready, go = os.pipe(), os.pipe()
-    pid = os.fork()
+    pid = fork_bound()
     if pid == 0:
         os.write(ready[1], b"1" if LIBC.unshare(CLONE_NEWUSER) == 0 else b"0")
         os.read(go[0], 1)

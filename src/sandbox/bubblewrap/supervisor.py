@@ -40,6 +40,8 @@ from mounts import (  # noqa: E402
     MS_SHARED,
     PR_SET_PDEATHSIG,
     check,
+    die_with,
+    fork_bound,
     mount,
     mount_mapped,
     unmount,
@@ -313,8 +315,7 @@ class Supervisor:
     def start_janitor(self):
         """A child that deletes trees, so that a large one holds up no request."""
         read, write = os.pipe()
-        if os.fork() == 0:
-            LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if fork_bound() == 0:
             os.close(write)
             rest = b""
             while chunk := os.read(read, 65536):
@@ -355,7 +356,7 @@ class Supervisor:
     def work(self, job, done):
         """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""
         read, write = os.pipe()
-        pid = os.fork()
+        pid = fork_bound()
         if pid == 0:
             try:
                 result = {"ok": job()}
@@ -458,7 +459,8 @@ class Supervisor:
     def launch(self, connection, request):
         sandbox = self.sandboxes[request["sid"]]
         err_read, err_write = os.pipe()
-        pid = os.fork()
+        supervisor = os.getpid()
+        pid = fork_bound()
         if pid == 0:
             try:
                 # Standard streams and the filter's descriptor 3 survive, nothing else does.
@@ -477,6 +479,7 @@ class Supervisor:
                     os.setgroups([])
                     os.setresgid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
                     os.setresuid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
+                    die_with(supervisor)  # the change of uid took it back
                 # An empty environment: pid 1's is readable inside as /proc/1/environ.
                 os.execve(self.config["bwrap"], request["argv"], {})
             except BaseException as error:
@@ -632,6 +635,7 @@ def remove_cgroup(path):
 
 
 def main():
+    # The owner's own death before this line shows as the end of input.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; Ctrl-C reaches the whole group
     line = b""
