@@ -25,3 +25,9 @@ export function quantile(samples: readonly number[], q: number): number {
   if (value === undefined) throw new RangeError('quantile of no samples');
   return value;
 }
+
+/** Rows that are measured in one go, in a folder below the home. */
+export interface RowGroup {
+  names: readonly string[];
+  measure: (home: string) => Promise<Row[]>;
+}

@@ -118,8 +118,10 @@ function build(): Command {
 
   program
     .command('show')
-    .description('tell a run: attempts, observations, reward, where its tokens came from')
-    .argument('<run>', 'id, its beginning or end, or `last`')
+    .description(
+      'tell a run (attempts, observations, reward, where its tokens came from) or a training job',
+    )
+    .argument('<run>', 'id of a run or a job, its beginning or end, or `last`')
     .option('--follow', 'stay and tell what happens next')
     .action(
       command(async (platform, [run = ''], options) =>
@@ -204,7 +206,7 @@ function build(): Command {
   program
     .command('bench')
     .description('measure figures against their bars')
-    .argument('<room>', 'skeleton')
+    .argument('<room>', 'skeleton or engine')
     .argument('[row]', 'one row of it')
     .action(
       command(async (platform, [room = '', row]) =>

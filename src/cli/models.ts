@@ -10,9 +10,8 @@ const EMBEDDED = 'embedded/';
 /** The model a run names, closed with the platform. `embedded/FOLDER` is a checkpoint of the embedded engine. */
 export async function openModel(platform: Platform, model: RunSpec['model']): Promise<Model> {
   if (model.ref.startsWith(EMBEDDED)) {
-    const sampler = await platform
-      .engine()
-      .sampler({ checkpoint: model.ref.slice(EMBEDDED.length) });
+    const checkpoint = model.ref.slice(EMBEDDED.length);
+    const sampler = await platform.engine().sampler({ checkpoint });
     platform.closeLater(() => sampler.close());
     return engineModel({
       ref: model.ref,
@@ -24,6 +23,7 @@ export async function openModel(platform: Platform, model: RunSpec['model']): Pr
   const opened = await resolveModel({
     ref: model.ref,
     env: process.env,
+    folders: [process.cwd()],
     ...(model.baseUrl === undefined ? {} : { baseUrl: model.baseUrl }),
   });
   platform.closeLater(async () => opened.close?.());

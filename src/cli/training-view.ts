@@ -177,21 +177,19 @@ export function plot(title: string, points: readonly number[], width = 64, heigh
   ];
 }
 
-/** What is printed at the end. */
+/** What a finished job measured: before and after, and the curve between. */
 export function report(
-  output: Output,
+  write: (line: string) => void,
   results: QuickstartResults,
   rewards: readonly number[],
 ): void {
   if (results.before && results.after) {
-    output.say();
-    for (const line of table(results.before, results.after)) output.say(line);
-    output.say(
-      'held-out tasks: combinations of operations never trained on; 95 % Wilson intervals',
-    );
+    write('');
+    for (const line of table(results.before, results.after)) write(line);
+    write('held-out tasks: combinations of operations never trained on; 95 % Wilson intervals');
   }
   if (rewards.length > 1) {
-    output.say();
-    for (const line of plot('mean reward of each step', rewards)) output.say(line);
+    write('');
+    for (const line of plot('mean reward of each step', rewards)) write(line);
   }
 }

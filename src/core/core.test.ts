@@ -72,6 +72,13 @@ describe('Redactor', () => {
     });
   });
 
+  it('reaches keys and keeps a key that is called __proto__', () => {
+    const input = JSON.parse('{"hunter2-hunter2": 1, "__proto__": {"a": "hunter2-hunter2"}}');
+    expect(JSON.stringify(new Redactor(['hunter2-hunter2']).json(input))).toBe(
+      '{"[redacted:secret]":1,"__proto__":{"a":"[redacted:secret]"}}',
+    );
+  });
+
   it('returns the very event when there is nothing to hide', () => {
     const event = {
       type: 'message.added',

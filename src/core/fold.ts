@@ -32,6 +32,8 @@ export interface RunState {
   step: number;
   workspace: { layer: string; seq: number } | null;
   used: { modelCalls: number; toolCalls: number; outputTokens: number };
+  /** Keys of inbox rows that are in the log: a row that a crash left in both is not taken twice. */
+  signals: Set<string>;
   stopRequested: { key: string; reason: string } | null;
   reward: Reward | null;
   summary: string | null;
@@ -78,6 +80,7 @@ export function apply(state: RunState | null, event: Event): RunState {
       step: 0,
       workspace: null,
       used: { modelCalls: 0, toolCalls: 0, outputTokens: 0 },
+      signals: new Set(),
       stopRequested: null,
       reward: null,
       summary: null,
@@ -170,6 +173,7 @@ export function apply(state: RunState | null, event: Event): RunState {
       state.workspace = { layer: event.data.layer, seq: event.seq };
       break;
     case 'signal.received':
+      state.signals.add(event.data.key);
       if (event.data.signal === 'stop') {
         const reason = (event.data.data as { reason?: string } | null)?.reason ?? 'stopped';
         state.stopRequested = { key: event.data.key, reason };

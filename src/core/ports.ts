@@ -50,7 +50,8 @@ export interface RunLog {
   release(lease: Lease): Promise<void>;
   /**
    * Appends atomically in one statement, fenced by (token, head), and moves `lease.head`. LeaseLost if
-   * another holder or another append came first: nothing was written.
+   * another holder or another append came first: nothing was written. A connection that breaks in the
+   * middle is the store's matter: the events are appended once. `StoreUnavailable` if it stays away.
    */
   append(lease: Lease, events: readonly NewEvent[]): Promise<Event[]>;
   /** Events in order of seq, `from` included, `to` included. */

@@ -44,7 +44,7 @@ export class Redactor {
     return out;
   }
 
-  /** Redacts every string inside a JSON value, keys excluded. Returns the same object when nothing changed. */
+  /** Redacts every string inside a JSON value, keys too. Returns the same object when nothing changed. */
   json<T>(value: T): T {
     if (typeof value === 'string') return this.text(value) as T;
     if (Array.isArray(value)) {
@@ -52,13 +52,13 @@ export class Redactor {
       return out.some((item, i) => item !== value[i]) ? (out as T) : value;
     }
     if (value !== null && typeof value === 'object') {
-      let changed = false;
-      const out: Record<string, unknown> = {};
-      for (const [key, item] of Object.entries(value)) {
-        out[key] = this.json(item);
-        if (out[key] !== item) changed = true;
-      }
-      return changed ? (out as T) : value;
+      const entries = Object.entries(value);
+      const clean = entries.map(([key, item]) => [this.text(key), this.json(item)] as const);
+      const changed = clean.some(
+        ([key, item], i) => key !== entries[i]![0] || item !== entries[i]![1],
+      );
+      // fromEntries defines own properties, `__proto__` among them: assignment would lose that one.
+      return changed ? (Object.fromEntries(clean) as T) : value;
     }
     return value;
   }

@@ -45,7 +45,7 @@ export async function runHosted(runId: string, context: HostedContext): Promise<
   const signal = AbortSignal.any([context.signal, calls.signal]);
   const heart = beat(lease, context, calls);
   try {
-    const journal = await LogJournal.open(context.log, lease, context.clock, context.onEvent);
+    const journal = await LogJournal.open(context.log, lease, context.onEvent);
     if (isFinal(journal.state.status)) return journal.state;
     return await execute({ ...context, journal, leaseToken: lease.token, signal });
   } catch (error) {

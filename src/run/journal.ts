@@ -5,7 +5,6 @@ import {
   type Event,
   fold,
   type Lease,
-  LonghaulError,
   type NewEvent,
   type RunLog,
   type RunSpec,
@@ -21,14 +20,10 @@ export interface Journal {
   takeSignals(): Promise<void>;
 }
 
-/** How long an append waits for a store that went away before the run gives up. */
-const STORE_PATIENCE_MS = 30_000;
-
 /** The journal of a hosted run: every append is durable before the next call is made. */
 export class LogJournal implements Journal {
   readonly #log: RunLog;
   readonly #lease: Lease;
-  readonly #clock: Clock;
   readonly #onEvent: (event: Event, state: RunState) => void;
   #state: RunState;
 
@@ -36,13 +31,11 @@ export class LogJournal implements Journal {
     log: RunLog,
     lease: Lease,
     state: RunState,
-    clock: Clock,
     onEvent: (event: Event, state: RunState) => void,
   ) {
     this.#log = log;
     this.#lease = lease;
     this.#state = state;
-    this.#clock = clock;
     this.#onEvent = onEvent;
   }
 
@@ -50,10 +43,9 @@ export class LogJournal implements Journal {
   static async open(
     log: RunLog,
     lease: Lease,
-    clock: Clock,
     onEvent: (event: Event, state: RunState) => void = () => {},
   ): Promise<LogJournal> {
-    return new LogJournal(log, lease, fold(await log.read(lease.runId)), clock, onEvent);
+    return new LogJournal(log, lease, fold(await log.read(lease.runId)), onEvent);
   }
 
   get state(): RunState {
@@ -61,42 +53,18 @@ export class LogJournal implements Journal {
   }
 
   async append(events: readonly NewEvent[]): Promise<void> {
-    for (const event of await this.#appendDurably(events)) {
+    for (const event of await this.#log.append(this.#lease, events)) {
       this.#state = apply(this.#state, event);
       this.#onEvent(event, this.#state);
-    }
-  }
-
-  /**
-   * A connection that breaks in the middle of an append leaves it open whether the statement was
-   * committed. Only the lease holder appends, so the head tells: it moved, or nothing was written.
-   */
-  async #appendDurably(events: readonly NewEvent[]): Promise<Event[]> {
-    const before = this.#lease.head;
-    const deadline = this.#clock.now() + STORE_PATIENCE_MS;
-    for (;;) {
-      try {
-        const row = this.#lease.head === before ? null : await this.#log.row(this.#lease.runId);
-        if (row !== null && row.head === before + events.length) {
-          this.#lease.head = row.head;
-          return await this.#log.read(this.#lease.runId, before + 1, row.head);
-        }
-        this.#lease.head = before;
-        return await this.#log.append(this.#lease, events);
-      } catch (error) {
-        const storeIsAway = error instanceof LonghaulError && error.code === 'StoreUnavailable';
-        if (!storeIsAway || this.#clock.now() > deadline) throw error;
-        this.#lease.head = -1;
-        await this.#clock.sleep(250);
-      }
     }
   }
 
   async takeSignals(): Promise<void> {
     const rows = await this.#log.inbox(this.#lease.runId);
     if (rows.length === 0) return;
+    const fresh = rows.filter((row) => !this.#state.signals.has(row.key));
     await this.append(
-      rows.map((row) => ({
+      fresh.map((row) => ({
         type: 'signal.received' as const,
         data: { key: row.key, signal: row.signal, data: row.data },
       })),

@@ -24,7 +24,7 @@ function describe(driver: BubblewrapDriver): string {
         .map(([name]) => name)
         .join('/')}`
     : 'memory and pids by rlimit only (no writable cgroup)';
-  return `sandbox: bubblewrap (${ownUid ? 'own uid' : 'shared uid'}, ${limits}, overlay layers)`;
+  return `sandbox: bubblewrap (${ownUid ? 'own uid' : process.getuid?.() === 0 ? 'one uid for all' : 'user namespace'}, ${limits}, overlay layers)`;
 }
 
 /** Opens bubblewrap and runs one command in it: only that proves that it works here. */

@@ -18,9 +18,14 @@ export interface PoolOptions<T> {
   waitMs: number;
 }
 
-interface Waiter {
-  grant(): void;
+interface Waiter<T> {
+  key: string;
+  /** Ends the wait: with a member, or with a free place to make one in. */
+  grant(member: T | null): void;
 }
+
+/** Specs kept warm at once: tasks may each bring their own. */
+const MAX_WARM_KEYS = 4;
 
 /**
  * Warm pool with back-pressure. A request takes a ready member after a health probe, makes one where
@@ -31,7 +36,7 @@ export class Pool<T extends Poolable> {
   readonly #options: PoolOptions<T>;
   readonly #ready = new Map<string, T[]>();
   readonly #refilling = new Map<string, Promise<void>>();
-  readonly #waiters: Waiter[] = [];
+  readonly #waiters: Waiter<T>[] = [];
   #live = 0;
   #closed = false;
 
@@ -49,16 +54,24 @@ export class Pool<T extends Poolable> {
     return this.#ready.get(key)?.length ?? 0;
   }
 
-  /** Keeps a key warm from now on, without waiting for it. */
+  /** Keeps a key warm from now on, without waiting for it; the key not asked for longest goes cold. */
   prepare(key: string): void {
-    if (!this.#ready.has(key)) this.#ready.set(key, []);
+    const list = this.#ready.get(key) ?? [];
+    this.#ready.delete(key);
+    this.#ready.set(key, list);
+    const [oldest] = this.#ready.keys();
+    if (this.#ready.size > MAX_WARM_KEYS) {
+      const members = this.#ready.get(oldest!)!;
+      this.#ready.delete(oldest!);
+      for (const member of members) void this.#discard(member);
+    }
     this.#refill(key);
   }
 
   async acquire(key: string): Promise<T> {
     this.prepare(key);
     for (;;) {
-      const member = this.#ready.get(key)!.shift();
+      const member = this.#ready.get(key)?.shift();
       if (!member) break;
       if (await member.ping()) {
         this.#refill(key);
@@ -66,7 +79,8 @@ export class Pool<T extends Poolable> {
       }
       await this.#discard(member);
     }
-    await this.#place(key);
+    const waited = await this.#place(key);
+    if (waited) return waited;
     try {
       const member = await this.#options.make(key);
       this.#refill(key);
@@ -80,7 +94,11 @@ export class Pool<T extends Poolable> {
   /** A member that was handed out is gone: its place is free. */
   release(): void {
     this.#live--;
-    this.#waiters.shift()?.grant();
+    if (this.#closed) return;
+    const waiter = this.#waiters.shift();
+    if (!waiter) return;
+    this.#live++;
+    waiter.grant(null);
   }
 
   async #discard(member: T): Promise<void> {
@@ -91,8 +109,8 @@ export class Pool<T extends Poolable> {
     }
   }
 
-  /** Takes a place, making room from idle members of other keys, or waits for one. */
-  async #place(key: string): Promise<void> {
+  /** Takes a place, making room from idle members of other keys, or waits for one or for a member. */
+  async #place(key: string): Promise<T | null> {
     if (this.#closed) throw closed();
     if (this.#live >= this.#options.maxLive) {
       const idle = [...this.#ready.entries()].find(([other, list]) => other !== key && list.length);
@@ -101,14 +119,14 @@ export class Pool<T extends Poolable> {
     }
     if (this.#live < this.#options.maxLive) {
       this.#live++;
-      return;
+      return null;
     }
-    await new Promise<void>((resolve, reject) => {
-      const waiter: Waiter = {
-        grant: () => {
+    const member = await new Promise<T | null>((resolve, reject) => {
+      const waiter: Waiter<T> = {
+        key,
+        grant: (granted) => {
           clearTimeout(timer);
-          this.#live++;
-          resolve();
+          resolve(granted);
         },
       };
       const timer = setTimeout(() => {
@@ -123,19 +141,27 @@ export class Pool<T extends Poolable> {
       }, this.#options.waitMs);
       this.#waiters.push(waiter);
     });
-    if (this.#closed) {
-      this.release();
-      throw closed();
-    }
+    if (this.#closed) throw closed();
+    return member;
+  }
+
+  /** A member made ahead: to whoever waits for one, or to the shelf. */
+  async #shelve(key: string, member: T): Promise<void> {
+    const list = this.#ready.get(key);
+    if (this.#closed || !list) return this.#discard(member);
+    const index = this.#waiters.findIndex((waiter) => waiter.key === key);
+    if (index >= 0) this.#waiters.splice(index, 1)[0]!.grant(member);
+    else if (this.#waiters.length > 0) await this.#discard(member);
+    else list.push(member);
   }
 
   /** One refill a key at a time; warm members never take a place that somebody waits for. */
   #refill(key: string): void {
     if (this.#closed || this.#refilling.has(key)) return;
-    const list = this.#ready.get(key)!;
     const wanted = () =>
       !this.#closed &&
-      list.length < this.#options.warm &&
+      this.#ready.has(key) &&
+      this.ready(key) < this.#options.warm &&
       this.#waiters.length === 0 &&
       this.#live < this.#options.maxLive;
     if (!wanted()) return;
@@ -143,9 +169,7 @@ export class Pool<T extends Poolable> {
       while (wanted()) {
         this.#live++;
         try {
-          const member = await this.#options.make(key);
-          if (this.#closed) await this.#discard(member);
-          else list.push(member);
+          await this.#shelve(key, await this.#options.make(key));
         } catch {
           // The next request makes one itself and gets the reason.
           this.release();
@@ -162,7 +186,7 @@ export class Pool<T extends Poolable> {
   /** Stops the ready members and ends all waiting. Handed-out ones are their holders' to stop. */
   async close(): Promise<void> {
     this.#closed = true;
-    for (const waiter of this.#waiters.splice(0)) waiter.grant();
+    for (const waiter of this.#waiters.splice(0)) waiter.grant(null);
     await Promise.all(this.#refilling.values());
     const members = [...this.#ready.values()].flat();
     this.#ready.clear();

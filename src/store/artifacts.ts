@@ -1,5 +1,5 @@
 import { createHash, randomBytes } from 'node:crypto';
-import { mkdir, open, readFile, rename, rm, stat } from 'node:fs/promises';
+import { open, readFile, rename, rm, stat } from 'node:fs/promises';
 import { dirname, join } from 'node:path';
 import {
   type ArtifactRef,
@@ -8,6 +8,7 @@ import {
   type Redactor,
 } from '../core/index.ts';
 import { codeOf, fileError } from './failures.ts';
+import { makeFolder, syncFolder } from './folders.ts';
 
 /**
  * Bytes by hash in a folder: `ab/cdef…` for the SHA-256 abcdef…. A file appears whole or not at all,
@@ -34,7 +35,7 @@ export class FolderArtifacts implements ArtifactStore {
     try {
       const known = await stat(path).catch(() => null);
       if (known?.size === clean.byteLength) return ref;
-      await mkdir(dirname(path), { recursive: true, mode: 0o700 });
+      await makeFolder(dirname(path));
       const draft = `${path}.${process.pid}-${randomBytes(6).toString('hex')}.tmp`;
       try {
         const file = await open(draft, 'wx', 0o600);
@@ -96,13 +97,4 @@ function redacted(bytes: Uint8Array, redactor: Redactor): Uint8Array {
   }
   const clean = redactor.text(text);
   return clean === text ? bytes : Buffer.from(clean);
-}
-
-async function syncFolder(folder: string): Promise<void> {
-  const handle = await open(folder, 'r');
-  try {
-    await handle.sync();
-  } finally {
-    await handle.close();
-  }
 }

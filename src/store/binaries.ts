@@ -1,10 +1,11 @@
 import { accessSync, constants, existsSync, readFileSync } from 'node:fs';
-import { mkdir, symlink } from 'node:fs/promises';
+import { symlink } from 'node:fs/promises';
 import { createRequire } from 'node:module';
 import { arch, platform } from 'node:os';
 import { basename, dirname, join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { codeOf, fileError } from './failures.ts';
+import { makeFolder } from './folders.ts';
 
 /** Postgres as it lies in the npm package of this platform. */
 export interface Binaries {
@@ -93,7 +94,7 @@ export async function linkLibraries(
       throw fileError(thrown, join(root, 'native'));
   }
   try {
-    await mkdir(linksFolder, { recursive: true, mode: 0o700 });
+    await makeFolder(linksFolder);
     for (const { source, target } of missing)
       await link(join(root, source), join(linksFolder, basename(target)));
   } catch (thrown) {

@@ -10,7 +10,7 @@ import {
 import pg from 'pg';
 import { LonghaulError } from '../core/index.ts';
 import { type Attachment, attachEmbedded } from './embedded.ts';
-import { isConnectionLost, storeError } from './failures.ts';
+import { fileError, isConnectionLost, storeError } from './failures.ts';
 import type { Schema } from './schema.ts';
 
 /** A statement. With `name` it is prepared once per connection; without `values` it may hold several. */
@@ -18,6 +18,9 @@ export interface Statement {
   name?: string;
   text: string;
   values?: unknown[];
+  /** `array` and `types` are the driver's: rows as arrays, columns parsed by other functions. */
+  rowMode?: 'array';
+  types?: { getTypeParser: () => (text: string) => unknown };
 }
 
 export interface Session {
@@ -35,6 +38,7 @@ export const build = new Kysely<Schema>({
 });
 
 const POOL_SIZE = 8;
+const REMOTE_CONNECT_MS = 15_000;
 /** How long statements wait for a server that went away to come back. */
 const RECOVERY_MS = 30_000;
 
@@ -60,7 +64,11 @@ export class Database implements Session {
 
   /** The embedded server of a home folder; starts it where none runs. */
   static async embedded(home: string): Promise<Database> {
-    return new Database(home, null, await attachEmbedded(home));
+    try {
+      return new Database(home, null, await attachEmbedded(home));
+    } catch (thrown) {
+      throw fileError(thrown, home);
+    }
   }
 
   /** A Postgres given by URL. `ConfigInvalid` or `StoreUnavailable` when it does not answer. */
@@ -92,15 +100,10 @@ export class Database implements Session {
       return {
         connectionString: this.#url ?? '',
         application_name,
-        connectionTimeoutMillis: 15_000,
+        connectionTimeoutMillis: REMOTE_CONNECT_MS,
       };
-    return {
-      ...this.#attachment.connection,
-      password: '',
-      ssl: false,
-      application_name,
-      connectionTimeoutMillis: 15_000,
-    };
+    // Nothing of the user's PG* environment applies here.
+    return { ...this.#attachment.connection, password: '', ssl: false, application_name };
   }
 
   /**

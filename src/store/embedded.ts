@@ -2,14 +2,14 @@ import { realpath } from 'node:fs/promises';
 import { setTimeout as sleep } from 'node:timers/promises';
 import pg from 'pg';
 import { attribute, LonghaulError } from '../core/index.ts';
-import { codeOf, isConnectionLost } from './failures.ts';
+import { codeOf, isConnectionLost, storeError } from './failures.ts';
+import { isPrivateFolder } from './folders.ts';
 import { isPostmaster, type PidFile, readPidFile } from './pidfile.ts';
 import {
   DATABASE_USER,
   initialise,
-  isPrivateFolder,
   preparePaths,
-  removeOldSocketDirs,
+  removeLeftovers,
   removeSocketDir,
   type ServerPaths,
   serverFailure,
@@ -167,7 +167,7 @@ async function connectTo(
     if (codeOf(thrown) === 'ENOENT' || codeOf(thrown) === 'ECONNREFUSED')
       return { answered: false };
     if (isConnectionLost(thrown)) return { answered: true };
-    throw attribute(thrown, 'StoreUnavailable', 'the embedded Postgres refused the connection');
+    throw storeError(thrown);
   }
   return { answered: true, attachment: attachment(keeper, host, paths) };
 }
@@ -207,7 +207,7 @@ async function startOnce(paths: ServerPaths, deadline: number): Promise<string |
   while (Date.now() < deadline) {
     const file = readPidFile(paths.dataDir);
     if (file?.pid === server.pid && file.status === 'ready') {
-      await removeOldSocketDirs(paths, server.socketDir);
+      await removeLeftovers(paths, server.socketDir);
       return null;
     }
     if (output !== null) {

@@ -77,23 +77,24 @@ describe('encode', () => {
 });
 
 describe('decode', () => {
-  const row = { run_id: 'R', seq: 3, type: 'message.added', v: 1, at: new Date(0) };
+  const data = JSON.stringify(userMessage('hi').data);
 
   test('gives an event of a known version', () => {
-    const { data } = userMessage('hi');
-    expect(decode({ ...row, data })).toEqual({
-      type: 'message.added',
-      data,
+    expect(decode(['R', '3', 'message.added', '1', data, '7'])).toEqual({
+      ...userMessage('hi'),
       runId: 'R',
       seq: 3,
-      at: '1970-01-01T00:00:00.000Z',
+      at: '1970-01-01T00:00:00.007Z',
       v: EVENT_VERSIONS['message.added'],
     } as Event);
   });
 
   test('refuses versions and types of a newer Longhaul', () => {
-    for (const newer of [{ v: 2 }, { type: 'dream.dreamt' }])
-      expect(() => decode({ ...row, data: {}, ...newer })).toThrow(
+    for (const [type, v] of [
+      ['message.added', '2'],
+      ['dream.dreamt', '1'],
+    ] as const)
+      expect(() => decode(['R', '3', type, v, data, '0'])).toThrow(
         expect.objectContaining({
           code: 'StoreTooNew',
           message: expect.stringContaining('event 3'),

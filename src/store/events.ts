@@ -87,35 +87,41 @@ function storableText(text: string): string {
   return formed.includes('\0') ? formed.replaceAll('\0', '\uFFFD') : formed;
 }
 
-/** A row of `longhaul.events`. */
-export interface EventRow {
-  run_id: string;
-  seq: number;
-  type: string;
-  v: number;
-  data: unknown;
-  at: Date;
-}
+/** Columns of an event for `decode`, in its order. Times are milliseconds since the epoch. */
+export const EVENT_COLUMNS =
+  'run_id, seq, type, v, data, floor(extract(epoch from at) * 1000)::bigint as at';
+
+/** How to ask for events: long runs have many rows, so the driver neither names nor parses their columns. */
+export const EVENT_ROWS = {
+  rowMode: 'array' as const,
+  types: { getTypeParser: () => (text: string) => text },
+};
+
+/** Columns as the server's text. */
+export type EventRow = [
+  runId: string,
+  seq: string,
+  type: string,
+  v: string,
+  data: string,
+  at: string,
+  ...more: string[],
+];
 
 /**
  * An event as it is read. Payloads of older versions are upgraded here, when there is one.
  * `StoreTooNew` for a type or version that a newer Longhaul wrote.
  */
-export function decode(row: EventRow): Event {
-  const known = EVENT_VERSIONS[row.type as EventType] as number | undefined;
-  if (known === undefined || row.v > known)
+export function decode([runId, seq, type, version, data, at]: EventRow): Event {
+  const known = EVENT_VERSIONS[type as EventType] as number | undefined;
+  const v = Number(version);
+  if (known === undefined || v > known)
     throw new LonghaulError(
       'StoreTooNew',
-      `event ${row.seq} of run ${row.run_id} is ${row.type} version ${row.v}, written by a newer Longhaul`,
+      `event ${seq} of run ${runId} is ${type} version ${v}, written by a newer Longhaul`,
     );
-  return {
-    type: row.type,
-    data: row.data,
-    runId: row.run_id,
-    seq: row.seq,
-    at: row.at.toISOString(),
-    v: row.v,
-  } as Event;
+  const time = new Date(Number(at)).toISOString();
+  return { type, data: JSON.parse(data), runId, seq: Number(seq), at: time, v } as Event;
 }
 
 /** What a list of events changes in the run's row: null or absent where it changes nothing. */

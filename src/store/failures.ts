@@ -18,6 +18,8 @@ const LOST_CODES = new Set([
   'ENOENT',
   'EPIPE',
   'ENOTCONN',
+  'EAGAIN', // the queue of a unix socket is full
+  'ETIMEDOUT',
 ]);
 
 /** Whether the connection went away, so that the statement's fate is unknown and a new connection may work. */
@@ -25,7 +27,7 @@ export function isConnectionLost(thrown: unknown): boolean {
   const code = codeOf(thrown);
   if (code !== undefined) return LOST_CODES.has(code);
   const message = thrown instanceof Error ? thrown.message : '';
-  return /connection terminated|client has encountered a connection error|not queryable/i.test(
+  return /connection terminated|client has encountered a connection error|not queryable|timeout (exceeded|expired)/i.test(
     message,
   );
 }

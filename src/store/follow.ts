@@ -1,7 +1,7 @@
 import pg from 'pg';
 import { type Event, LonghaulError } from '../core/index.ts';
 import type { Database } from './database.ts';
-import { decode, type EventRow } from './events.ts';
+import { decode, EVENT_COLUMNS, EVENT_ROWS, type EventRow } from './events.ts';
 
 /** An event with its place in the order of all runs: following from `cursor` goes on behind it. */
 export interface FollowedEvent {
@@ -22,7 +22,7 @@ export interface FollowOptions {
  * Postgres a long write transaction of anybody delays followers; it never makes them skip.
  */
 const PAGE = `
-  select run_id, seq, type, v, data, at, xid::text as xid from longhaul.events
+  select ${EVENT_COLUMNS}, xid::text as xid from longhaul.events
   where xid >= $1::xid8 and (xid, run_id, seq) > ($1::xid8, $2, $3)
     and xid < pg_snapshot_xmin(pg_current_snapshot())
     and ($5::text is null or run_id = $5)
@@ -70,14 +70,16 @@ export class Follower {
       while (!isAborted(signal)) {
         // Listening before looking: what is committed in between still wakes us.
         await waiter.listen();
-        const rows = await this.#database.query<EventRow & { xid: string }>({
+        const rows = await this.#database.query<EventRow>({
+          ...EVENT_ROWS,
           name: 'longhaul.follow',
           text: PAGE,
           values: [...cursor, PAGE_ROWS, options.runId ?? null],
         });
         for (const row of rows) {
-          cursor = [row.xid, row.run_id, row.seq];
-          yield { cursor: cursor.join('.'), event: decode(row) };
+          const event = decode(row);
+          cursor = [row[6] ?? '0', event.runId, event.seq];
+          yield { cursor: cursor.join('.'), event };
           if (isAborted(signal)) return;
         }
         if (rows.length < PAGE_ROWS) await waiter.wait(POLL_MS);

@@ -1,9 +1,8 @@
-import { mkdir } from 'node:fs/promises';
 import { join, resolve } from 'node:path';
 import { Redactor } from '../core/index.ts';
 import { FolderArtifacts } from './artifacts.ts';
 import { Database } from './database.ts';
-import { fileError } from './failures.ts';
+import { makeFolder } from './folders.ts';
 import { PostgresJobs } from './jobs.ts';
 import { PostgresRunLog } from './log.ts';
 import { PostgresMetrics } from './metrics.ts';
@@ -41,11 +40,7 @@ export async function openStore(options: {
   const home = resolve(options.home);
   const redactor = options.redactor ?? new Redactor();
   const artifacts = join(home, 'artifacts');
-  try {
-    await mkdir(artifacts, { recursive: true, mode: 0o700 });
-  } catch (thrown) {
-    throw fileError(thrown, home);
-  }
+  await makeFolder(artifacts);
   const database = options.databaseUrl
     ? await Database.connect(options.databaseUrl)
     : await Database.embedded(home);

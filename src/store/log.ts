@@ -16,6 +16,8 @@ import { build, type Database } from './database.ts';
 import {
   decode,
   type EncodedEvent,
+  EVENT_COLUMNS,
+  EVENT_ROWS,
   type EventRow,
   encode,
   projectionChange,
@@ -51,7 +53,7 @@ const APPEND = {
 const READ = {
   name: 'longhaul.read',
   text: `
-    select run_id, seq, type, v, data, at from longhaul.events
+    select ${EVENT_COLUMNS} from longhaul.events
     where run_id = $1 and seq >= $2 and seq <= $3 order by seq`,
 };
 
@@ -224,7 +226,11 @@ export class PostgresRunLog implements RunLog {
   }
 
   async read(runId: string, from = 1, to = MAX_SEQ): Promise<Event[]> {
-    const rows = await this.#database.query<EventRow>({ ...READ, values: [runId, from, to] });
+    const rows = await this.#database.query<EventRow>({
+      ...READ,
+      ...EVENT_ROWS,
+      values: [runId, from, to],
+    });
     return rows.map(decode);
   }
 

@@ -1,12 +1,13 @@
 import { spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { chownSync, closeSync, lstatSync, openSync, readFileSync, statSync } from 'node:fs';
+import { chownSync, closeSync, openSync, readFileSync, statSync } from 'node:fs';
 import { chmod, mkdir, mkdtemp, readdir, realpath, rename, rm } from 'node:fs/promises';
 import { platform, tmpdir } from 'node:os';
 import { basename, join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { type Binaries, findBinaries } from './binaries.ts';
 import { codeOf, fileError } from './failures.ts';
+import { exists, isPrivateFolder, makeFolder } from './folders.ts';
 import { isAlive, type PidFile, readPidFile } from './pidfile.ts';
 import { type Launcher, unprivilegedLauncher } from './unprivileged.ts';
 
@@ -29,11 +30,7 @@ const MAX_LOG_BYTES = 10 * 1024 * 1024;
 
 /** Paths for a home; creates the folder `postgres` in it, closed to others. */
 export async function preparePaths(home: string): Promise<ServerPaths> {
-  try {
-    await mkdir(join(home, 'postgres'), { recursive: true, mode: 0o700 });
-  } catch (thrown) {
-    throw fileError(thrown, home);
-  }
+  await makeFolder(join(home, 'postgres'));
   return serverPaths(await realpath(home));
 }
 
@@ -54,7 +51,6 @@ export function serverPaths(home: string): ServerPaths {
  */
 export async function initialise(paths: ServerPaths): Promise<void> {
   if (exists(join(paths.dataDir, 'PG_VERSION'))) return;
-  await removeAbandoned(paths.root);
   const binaries = await findBinaries(paths.links);
   const launcher = unprivilegedLauncher();
   const draft = join(paths.root, `initdb-${process.pid}-${randomBytes(4).toString('hex')}`);
@@ -77,15 +73,6 @@ export async function initialise(paths: ServerPaths): Promise<void> {
     await rm(draft, { recursive: true, force: true });
     const lostRace = ['ENOTEMPTY', 'EEXIST'].includes(codeOf(thrown) ?? '');
     if (!lostRace) throw fileError(thrown, paths.dataDir);
-  }
-}
-
-/** What is left of an initdb that was killed in the middle. */
-async function removeAbandoned(root: string): Promise<void> {
-  for (const name of await readdir(root)) {
-    const pid = /^initdb-(\d+)-/.exec(name)?.[1];
-    if (pid !== undefined && !isAlive(Number(pid)))
-      await rm(join(root, name), { recursive: true, force: true });
   }
 }
 
@@ -128,7 +115,7 @@ export async function spawnServer(
     fsync: 'on',
     synchronous_commit: 'on',
     full_page_writes: 'on',
-    max_connections: '100',
+    max_connections: '200',
     shared_buffers: '64MB',
     max_wal_size: '512MB',
     // No replicas: less to write for each commit.
@@ -241,21 +228,17 @@ export async function removeSocketDir(folder: string): Promise<void> {
     await rm(folder, { recursive: true, force: true });
 }
 
-/** What killed servers and starters left in the home, once the server with the socket `used` runs. */
-export async function removeOldSocketDirs(paths: ServerPaths, used: string): Promise<void> {
+/**
+ * Removes what killed servers and starters left in the home, once the server with the socket `used` runs.
+ * An initdb whose starter was killed may still be writing: what then remains goes next time.
+ */
+export async function removeLeftovers(paths: ServerPaths, used: string): Promise<void> {
   for (const name of await readdir(paths.root)) {
-    if (join(paths.root, name) !== used) await removeSocketDir(join(paths.root, name));
-  }
-}
-
-/** A folder, not a link, that belongs to us and is closed to others: what is in it was put there by us. */
-export function isPrivateFolder(folder: string): boolean {
-  try {
-    const stat = lstatSync(folder);
-    const ours = process.getuid === undefined || stat.uid === process.getuid();
-    return stat.isDirectory() && ours && (stat.mode & 0o077) === 0;
-  } catch {
-    return false;
+    const path = join(paths.root, name);
+    const starter = /^initdb-(\d+)-/.exec(name)?.[1];
+    if (starter !== undefined && !isAlive(Number(starter)))
+      await rm(path, { recursive: true, force: true, maxRetries: 2 }).catch(() => {});
+    else if (path !== used) await removeSocketDir(path);
   }
 }
 
@@ -278,6 +261,10 @@ export function serverFailure(output: string, context: string, path: string): Lo
   if (/Read-only file system|Permission denied|Operation not permitted/i.test(output))
     return new LonghaulError('StoreReadOnly', message, {
       next: `Make ${path} writable, or give another home folder with --home.`,
+    });
+  if (/failed to execute|spawn .* ENOENT/i.test(output))
+    return new LonghaulError('StoreUnavailable', message, {
+      next: 'The embedded binaries need glibc (not musl, as in Alpine): use another image, or set DATABASE_URL to a Postgres of yours.',
     });
   if (/not compatible with this version|incompatible with server/i.test(output))
     return new LonghaulError('StoreTooNew', message, {
@@ -332,8 +319,4 @@ function readTail(path: string, from: number): string {
   } catch {
     return '';
   }
-}
-
-export function exists(path: string): boolean {
-  return statSync(path, { throwIfNoEntry: false }) !== undefined;
 }

@@ -19,15 +19,13 @@ export interface Launcher {
  * uid: then it runs as an existing unprivileged uid that keeps the one right to pass closed folders.
  * `StoreUnavailable` when neither works.
  */
-export function unprivilegedLauncher(
-  ways: readonly ('namespace' | 'setpriv')[] = ['namespace', 'setpriv'],
-): Launcher {
+export function unprivilegedLauncher(): Launcher {
   const uid = process.getuid?.() ?? 0;
   const gid = process.getgid?.() ?? 0;
   if (uid !== 0 && hasName()) return { prefix: [], ownerUid: uid, ownerGid: gid, guestUid: -1 };
   if (platform() === 'linux') {
     const named = namedUnprivilegedUser();
-    if (named !== null && ways.includes('namespace')) {
+    if (named !== null) {
       const prefix = [
         'unshare',
         '--user',
@@ -37,7 +35,7 @@ export function unprivilegedLauncher(
       ];
       if (works(prefix)) return { prefix, ownerUid: uid, ownerGid: gid, guestUid: named.uid };
     }
-    if (named !== null && uid === 0 && ways.includes('setpriv')) {
+    if (named !== null && uid === 0) {
       const prefix = [
         'setpriv',
         `--reuid=${named.uid}`,

@@ -5,6 +5,7 @@ export {
   type QuickstartDeps,
   type QuickstartProgress,
   type QuickstartResults,
+  type QuickstartSpec,
   resumeQuickstart,
   runQuickstart,
 } from './quickstart.ts';

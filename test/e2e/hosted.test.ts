@@ -4,7 +4,8 @@ import { existsSync, readFileSync } from 'node:fs';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterEach, beforeEach, describe, expect, it } from 'vitest';
 import { type Event, fold, Rng } from '../../src/core/index.ts';
-import type { Reply, Scenario } from '../chat-server/server.ts';
+import type { Reply } from '../chat-server/scenario.ts';
+import type { Scenario } from '../chat-server/server.ts';
 import { finished, heard, Stage, task } from './processes.ts';
 
 const bubblewrap = spawnSync('bwrap', ['--version']).status === 0;

@@ -40,7 +40,9 @@ export async function run(
     budget: {
       modelCalls: options.modelCalls,
       ...(options.toolCalls ? { toolCalls: options.toolCalls } : {}),
-      ...(options.minutes ? { wallMs: options.minutes * 60_000 } : {}),
+      wallMs: options.minutes
+        ? options.minutes * 60_000
+        : (session.task.agentTimeoutMs ?? undefined),
     },
   };
   const store = await platform.store();

@@ -3,8 +3,9 @@ import { onInterrupt } from '../host.ts';
 import { narrate, rewardText } from '../narrate.ts';
 import { duration, printable, style } from '../output.ts';
 import { type Platform, resolveRunId } from '../platform.ts';
+import { findJob, showJob } from './show-job.ts';
 
-/** `longhaul show RUN`: what it was asked, each attempt and observation, the reward, where tokens came from. */
+/** `longhaul show RUN|JOB`. Of a run: what it was asked, each attempt and observation, the reward, where tokens came from. */
 export async function show(
   platform: Platform,
   text: string,
@@ -12,6 +13,8 @@ export async function show(
 ): Promise<number> {
   const { output } = platform;
   const store = await platform.store();
+  const job = text === 'last' ? null : await findJob(platform, text);
+  if (job !== null) return showJob(platform, job);
   const runId = await resolveRunId(store, text);
   const events = await store.log.read(runId);
   const state = fold(events);

@@ -107,7 +107,7 @@ export async function train(
     view.close();
     interrupt.dispose();
   }
-  report(output, results, rewards);
+  report((line) => output.say(line), results, rewards);
   output.document({ job: id, results });
   output.say();
   output.say(`look   npx longhaul show ${id}            the job: curves and figures`);

@@ -62,7 +62,8 @@ export async function saveCheckpoint(
     await replaceFolder(staging, folder);
     await syncFolder(parent);
   } catch (error) {
-    await rm(staging, { recursive: true, force: true });
+    // Why saving failed matters more than a staging folder that cannot be removed either.
+    await rm(staging, { recursive: true, force: true }).catch(() => {});
     const full = (error as NodeJS.ErrnoException).code === 'ENOSPC';
     throw attribute(error, full ? 'DiskFull' : 'EngineFailed', `saving ${folder}`);
   }
@@ -100,8 +101,19 @@ async function findFolder(folder: string): Promise<string> {
 export async function loadWeights(folder: string): Promise<Checkpoint & { step: number }> {
   const found = await findFolder(folder);
   const config = await loadConfig(join(found, CONFIG_FILE));
-  const weights = new Float32Array(layoutOf(config).total);
   const path = join(found, MODEL_FILE);
+  const { total } = layoutOf(config);
+  // A configuration alone may not make us allocate: its weights must be there.
+  const bytes = await stat(path).then(
+    ({ size }) => size,
+    () => 0,
+  );
+  if (bytes < 4 * total)
+    throw new LonghaulError(
+      'CheckpointInvalid',
+      `${path} has ${bytes} bytes; ${total} weights of ${CONFIG_FILE} take more`,
+    );
+  const weights = new Float32Array(total);
   const metadata = await readSafetensors(path, weightTensors(config, weights));
   return { config, weights, step: stepOf(metadata, path) };
 }
@@ -120,6 +132,8 @@ export async function loadCheckpoint(
       'CheckpointInvalid',
       `${path} and ${MODEL_FILE} are of different steps`,
     );
+  if (optimiser.v.some((value) => value < 0))
+    throw new LonghaulError('CheckpointInvalid', `${path} holds a negative second moment`);
   return { config, weights, optimiser };
 }
 

@@ -1,5 +1,5 @@
 import type { ModelConfig } from '../contract.ts';
-import { add, repeatEach, reshape, split, transpose } from './graph/basic.ts';
+import { add, repeatEach, reshape, transpose } from './graph/basic.ts';
 import type { Graph, Value } from './graph/graph.ts';
 import {
   attention,
@@ -11,27 +11,37 @@ import {
   rotaryTable,
   swiglu,
 } from './graph/layers.ts';
-import { headDim, layoutOf } from './layout.ts';
+import { EMBEDDING, FINAL_NORM, HEAD, headDim, layerNames, layoutOf } from './layout.ts';
 
 /** The parameters of a decoder as inputs of a graph, by the names of the layout. */
 export type Parameters = ReadonlyMap<string, Value>;
 
 export function parameterInputs(g: Graph, config: ModelConfig): Parameters {
-  const inputs = layoutOf(config).parameters.map(
+  const inputs = layoutOf(config).tensors.map(
     ({ name, shape }) => [name, g.input(name, shape)] as const,
   );
   return new Map(inputs);
 }
 
 /** The named parameter; a missing one is a fault of this room. */
-export function parameter(parameters: Parameters, name: string): Value {
+function parameter(parameters: Parameters, name: string): Value {
   const value = parameters.get(name);
   if (!value) throw new Error(`no parameter ${name}`);
   return value;
 }
 
-/** What a layer's attention does with its projections; training, prefill and decoding differ here. */
-export type AttendFn = (qkv: Value, layer: number) => Value;
+/** Projections of one layer, before rotation: [count, heads · headDim] and twice [count, kvHeads · headDim]. */
+interface Projections {
+  query: Value;
+  key: Value;
+  value: Value;
+}
+
+/**
+ * What a layer's attention does with its projections: [count, heads · headDim]. Training, prefill and
+ * decoding differ here and nowhere else.
+ */
+export type AttendFn = (projections: Projections, layer: number) => Value;
 
 /**
  * Runs token ids [count] through all layers (pre-norm residual blocks, as Llama): the normed final
@@ -45,15 +55,21 @@ export function decoderLayers(
   attend: AttendFn,
 ): Value {
   const get = (name: string) => parameter(parameters, name);
-  let x = embedding(g, get('embed'), tokens);
-  for (let i = 0; i < config.layers; i++) {
-    const normed = rmsNorm(g, x, get(`attentionNorm${i}`), config.normEps);
-    const attended = attend(linear(g, normed, get(`qkv${i}`)), i);
-    x = add(g, x, linear(g, attended, get(`attentionOut${i}`)));
-    const wide = linear(g, rmsNorm(g, x, get(`ffnNorm${i}`), config.normEps), get(`gateUp${i}`));
-    x = add(g, x, linear(g, swiglu(g, wide), get(`down${i}`)));
+  const project = (x: Value, name: string) => linear(g, x, get(name));
+  let x = embedding(g, get(EMBEDDING), tokens);
+  for (let layer = 0; layer < config.layers; layer++) {
+    const names = layerNames(layer);
+    const normed = rmsNorm(g, x, get(names.attentionNorm), config.normEps);
+    const query = project(normed, names.query);
+    const key = project(normed, names.key);
+    const value = project(normed, names.value);
+    const attended = attend({ query, key, value }, layer);
+    x = add(g, x, project(attended, names.attentionOut));
+    const wide = rmsNorm(g, x, get(names.ffnNorm), config.normEps);
+    const inner = swiglu(g, project(wide, names.gate), project(wide, names.up));
+    x = add(g, x, project(inner, names.down));
   }
-  return rmsNorm(g, x, get('finalNorm'), config.normEps);
+  return rmsNorm(g, x, get(FINAL_NORM), config.normEps);
 }
 
 /** Logits [count, vocabSize] of hidden states. */
@@ -63,7 +79,7 @@ export function headLogits(
   parameters: Parameters,
   hidden: Value,
 ): Value {
-  return linear(g, hidden, parameter(parameters, config.tiedHead ? 'embed' : 'head'));
+  return linear(g, hidden, parameter(parameters, config.tiedHead ? EMBEDDING : HEAD));
 }
 
 /**
@@ -92,12 +108,13 @@ export function wholeRowAttention(
   const width = headDim(config);
   const table = rotary(g, config);
   const start = g.constant([0], [1], 'int64');
-  return (qkv, layer) => {
-    const count = qkv.shape[0]!;
-    const byToken = reshape(g, qkv, ['rows', 'length', heads + 2 * kvHeads, width]);
-    const byHead = transpose(g, byToken, [0, 2, 1, 3]);
-    const [qk, v] = split(g, byHead, 1, [heads + kvHeads, kvHeads]) as [Value, Value];
-    const [q, k] = split(g, rope(g, qk, start, table), 1, [heads, kvHeads]) as [Value, Value];
+  const byHead = (x: Value, count: number) =>
+    transpose(g, reshape(g, x, ['rows', 'length', count, width]), [0, 2, 1, 3]);
+  return ({ query, key, value }, layer) => {
+    const count = query.shape[0]!;
+    const q = rope(g, byHead(query, heads), start, table);
+    const k = rope(g, byHead(key, kvHeads), start, table);
+    const v = byHead(value, kvHeads);
     onCache?.(k, v, layer);
     const group = heads / kvHeads;
     const wideK = group === 1 ? k : repeatEach(g, k, 1, group);

@@ -7,9 +7,9 @@ import {
   rotary,
   wholeRowAttention,
 } from './decoder.ts';
-import { add, mul, reshape, split } from './graph/basic.ts';
+import { add, mul, reshape } from './graph/basic.ts';
 import { Graph, type Value } from './graph/graph.ts';
-import { embedding, rope } from './graph/layers.ts';
+import { embedding, matMulTransposed, rope } from './graph/layers.ts';
 import { headDim } from './layout.ts';
 
 /**
@@ -37,7 +37,7 @@ export function prefillGraph(config: ModelConfig): Graph {
 /**
  * One token a row. Inputs: the parameters, `tokens` [rows], `positions` [rows, 1], `mask`
  * [rows, 1, 1, past] (0 where the cache holds a token of the row, else −∞) and of each layer `keys`
- * [rows, kvHeads, headDim, past] and `values` [rows, kvHeads, past, headDim]. Outputs: `logits`
+ * and `values` [rows, kvHeads, past, headDim]. Outputs: `logits`
  * [rows, vocabSize] and `cache` [rows, layers · 2 · kvHeads · headDim]: the new keys and values, layer
  * by layer. The caller owns the cache: returning only what is new copies least.
  */
@@ -52,19 +52,22 @@ export function decodeGraph(config: ModelConfig): Graph {
   const mask = g.input('mask', ['rows', 1, 1, 'past']);
   const table = rotary(g, config);
   const fresh: Value[] = [];
-  const attend: AttendFn = (qkv, layer) => {
-    const pastKeys = g.input(`keys${layer}`, ['rows', kvHeads, width, 'past']);
-    const pastValues = g.input(`values${layer}`, ['rows', kvHeads, 'past', width]);
-    const byHead = reshape(g, qkv, ['rows', heads + 2 * kvHeads, 1, width]);
-    const [qk, v] = split(g, byHead, 1, [heads + kvHeads, kvHeads]) as [Value, Value];
-    const rotated = rope(g, qk, positions, table);
-    const [heads4, k] = split(g, rotated, 1, [heads, kvHeads]) as [Value, Value];
-    for (const part of [k, v]) fresh.push(reshape(g, part, ['rows', kvHeads * width]));
-    const q = reshape(g, heads4, ['rows', kvHeads, group, width]);
+  const attend: AttendFn = ({ query, key, value }, layer) => {
+    const cached = ['rows', kvHeads, 'past', width];
+    const pastKeys = g.input(`keys${layer}`, cached);
+    const pastValues = g.input(`values${layer}`, cached);
+    const rotate = (x: Value, count: number) =>
+      rope(g, reshape(g, x, ['rows', count, 1, width]), positions, table);
+    const q = reshape(g, rotate(query, heads), ['rows', kvHeads, group, width]);
+    const k = rotate(key, kvHeads);
+    const v = reshape(g, value, ['rows', kvHeads, 1, width]);
+    fresh.push(reshape(g, k, ['rows', kvHeads * width]), value);
     // The new token is not in the cache yet: its score is the last column of the softmax.
-    const past = g.emit('MatMul', [q, pastKeys], ['rows', kvHeads, group, 'past']);
+    const past = matMulTransposed(g, q, pastKeys, ['rows', kvHeads, group, 'past']);
     const column = ['rows', kvHeads, group, 1];
-    const own = g.emit('MatMul', [q, reshape(g, k, ['rows', kvHeads, width, 1])], column);
+    const products = mul(g, q, k);
+    const lastAxis = g.constant([3], [1], 'int64');
+    const own = g.emit('ReduceSum', [products, lastAxis], column, { keepdims: 1 });
     const scored = ['rows', kvHeads, group, 'past+1'];
     const scores = g.emit('Concat', [add(g, past, mask), own], scored, { axis: 3 });
     const p = g.emit('Softmax', [scores], scored, { axis: -1 });

@@ -43,8 +43,8 @@ export class Generation {
   readonly #options: SessionOptions;
   #waiting: Row[] = [];
   #active: Row[] = [];
-  /** Rows asked for while a swap waits for those in flight. */
-  #held: Row[] = [];
+  /** Calls made while a swap waits for the rows in flight. */
+  #held: { call: Call; requests: readonly SampleRequest[] }[] = [];
   #swaps = 0;
   #loop: Promise<void> | null = null;
   /** Swaps and scoring, one after another. */
@@ -65,31 +65,41 @@ export class Generation {
 
   /** Decodes the requests with whatever else is in flight; cancelling rejects with `Interrupted`. */
   sample(requests: readonly SampleRequest[]): { done: Promise<SampleResult[]>; cancel(): void } {
-    const { config } = this;
-    for (const [i, request] of requests.entries()) checkRequest(request, config, i);
-    if (requests.length === 0) return { done: Promise.resolve([]), cancel: () => {} };
     const { promise: done, resolve, reject } = Promise.withResolvers<SampleResult[]>();
-    const call: Call = {
-      results: [],
-      left: requests.length,
-      cancelled: false,
-      resolve,
-      reject,
-    };
-    for (const [index, request] of requests.entries()) {
-      const seed = request.sampling.seed ?? Math.floor(Math.random() * 2 ** 48);
-      const limit = Math.min(request.maxTokens, config.maxLength - request.prompt.length);
-      const rng = Rng.of(seed, 'sample');
-      const queue = this.#swaps > 0 ? this.#held : this.#waiting;
-      queue.push({ call, index, request, rng, ids: [], logprobs: [], limit });
-    }
-    this.#start();
+    const call: Call = { results: [], left: requests.length, cancelled: false, resolve, reject };
+    for (const [i, request] of requests.entries()) checkRequest(request, this.config, i);
+    if (requests.length === 0) resolve([]);
+    else if (this.#swaps > 0) this.#held.push({ call, requests });
+    else this.#enqueue(call, requests);
     const cancel = () => {
       if (call.left === 0) return;
       call.cancelled = true;
       call.reject(new LonghaulError('Interrupted', 'sampling was cancelled'));
     };
     return { done, cancel };
+  }
+
+  #enqueue(call: Call, requests: readonly SampleRequest[]): void {
+    const { config } = this;
+    for (const [index, request] of requests.entries()) {
+      const seed = request.sampling.seed ?? Math.floor(Math.random() * 2 ** 48);
+      const limit = Math.min(request.maxTokens, config.maxLength - request.prompt.length);
+      const rng = Rng.of(seed, 'sample');
+      this.#waiting.push({ call, index, request, rng, ids: [], logprobs: [], limit });
+    }
+    this.#start();
+  }
+
+  /** Lets in what waited for a swap, if it fits the new model too. */
+  #release(): void {
+    for (const { call, requests } of this.#held.splice(0)) {
+      try {
+        for (const [i, request] of requests.entries()) checkRequest(request, this.config, i);
+        this.#enqueue(call, requests);
+      } catch (error) {
+        call.reject(error);
+      }
+    }
   }
 
   #start(): void {
@@ -130,7 +140,6 @@ export class Generation {
 
   /** Moves waiting rows into the batch while rows and cache allow; equal prompts are computed once. */
   async #admit(model: LoadedModel): Promise<void> {
-    const finalLength = (row: Row) => row.request.prompt.length + row.limit;
     let longest = Math.max(0, ...this.#active.map(finalLength));
     let count = this.#active.length;
     const admitted: Row[] = [];
@@ -145,7 +154,7 @@ export class Generation {
     if (admitted.length === 0) return;
     const groups = [...Map.groupBy(admitted, (row) => row.request.prompt.join()).values()];
     const lengths = groups.map((rows) => rows[0]!.request.prompt.length);
-    model.cache.reserve(count, Math.max(...lengths, this.#longestHeld()) + 1);
+    model.cache.reserve(count, Math.max(...lengths, model.cache.longest) + 1, longest);
     for (const batch of planBatches(lengths, PREFILL_TOKENS)) {
       const prompts = batch.members.map((i) => groups[i]![0]!.request.prompt);
       const out = await model.prefill(prompts, batch.length);
@@ -161,17 +170,10 @@ export class Generation {
     this.#retire();
   }
 
-  #longestHeld(): number {
-    const { cache } = this.#model;
-    let longest = 0;
-    for (let row = 0; row < cache.rows; row++) longest = Math.max(longest, cache.length(row));
-    return longest;
-  }
-
   async #step(model: LoadedModel): Promise<void> {
-    model.cache.reserve(this.#active.length, this.#longestHeld() + 1);
-    const tokens = Int32Array.from(this.#active, (row) => row.ids.at(-1)!);
-    const out = await model.decode(tokens);
+    const limit = Math.max(...this.#active.map(finalLength));
+    model.cache.reserve(this.#active.length, model.cache.longest + 1, limit);
+    const out = await model.decode(this.#active.map((row) => row.ids.at(-1)!));
     model.cache.append(out.cache!.data as Float32Array);
     const logits = out.logits!.data as Float32Array;
     for (const [i, row] of this.#active.entries()) this.#take(row, logits, i);
@@ -241,10 +243,7 @@ export class Generation {
         while (this.#loop) await this.#loop;
         this.#model = await LoadedModel.create(weights, this.#options, this.#model);
       } finally {
-        if (--this.#swaps === 0) {
-          this.#waiting.push(...this.#held.splice(0));
-          this.#start();
-        }
+        if (--this.#swaps === 0) this.#release();
       }
     });
   }
@@ -252,9 +251,9 @@ export class Generation {
   /** Rejects what is in flight with `Interrupted`. */
   async dispose(): Promise<void> {
     const closed = new LonghaulError('Interrupted', 'the sampler was closed');
-    for (const row of [...this.#active, ...this.#waiting, ...this.#held]) {
-      row.call.cancelled = true;
-      row.call.reject(closed);
+    for (const { call } of [...this.#active, ...this.#waiting, ...this.#held]) {
+      call.cancelled = true;
+      call.reject(closed);
     }
     while (this.#loop) await this.#loop;
     await this.#queue;
@@ -262,13 +261,19 @@ export class Generation {
   }
 }
 
+/** Tokens of a row when it is done, prompt included. */
+function finalLength(row: Row): number {
+  return row.request.prompt.length + row.limit;
+}
+
 function checkRequest(request: SampleRequest, config: ModelConfig, index: number): void {
-  const { prompt, maxTokens, sampling } = request;
+  const { prompt, maxTokens, stopTokens, sampling } = request;
   const at = `request ${index}`;
   if (prompt.length === 0) invalid(`${at} has an empty prompt`);
   if (prompt.length >= config.maxLength)
     invalid(`${at}: a prompt of ${prompt.length} tokens leaves no room in ${config.maxLength}`);
   checkIds(prompt, config, `${at}, prompt`);
+  checkIds(stopTokens, config, `${at}, stop tokens`);
   if (!(Number.isInteger(maxTokens) && maxTokens > 0)) invalid(`${at}: maxTokens is ${maxTokens}`);
   const { temperature, topK = 0, topP = 1 } = sampling;
   if (!(temperature >= 0 && temperature < Infinity)) invalid(`${at}: temperature ${temperature}`);

@@ -21,7 +21,10 @@ import type { TrainerSource } from './trainer-worker.ts';
 export interface EmbeddedEngineOptions {
   /** Threads of each trainer (default 1). */
   trainerThreads?: number;
-  /** Threads of each sampler (default 1). */
+  /**
+   * Threads of each sampler (default 1). With one, a request's tokens and log-probs have the same bits
+   * whatever else is decoded beside it; with more, they may differ by rounding.
+   */
   samplerThreads?: number;
   /** Idle threads spin: up to a fifth faster on a machine of one's own (default false). */
   spinning?: boolean;

@@ -2,7 +2,7 @@ import { LonghaulError, Rng } from '../../core/index.ts';
 import type { ModelConfig } from '../contract.ts';
 
 /** A tensor as Hugging Face Llama checkpoints name it, at its place in the flat parameter vector. */
-export interface TensorSpec {
+interface TensorSpec {
   name: string;
   shape: readonly number[];
   offset: number;
@@ -11,27 +11,38 @@ export interface TensorSpec {
   init: { std: number } | 'ones';
 }
 
-/**
- * A parameter as the graph takes it. Projections that read the same input lie side by side and enter
- * as one matrix: [q | k | v] and [gate | up] are one GEMM each.
- */
-export interface ParameterSpec {
-  name: string;
-  shape: readonly number[];
-  offset: number;
-  size: number;
+export const EMBEDDING = 'model.embed_tokens.weight';
+export const FINAL_NORM = 'model.norm.weight';
+export const HEAD = 'lm_head.weight';
+
+/** Names of a layer's tensors. */
+export function layerNames(layer: number) {
+  const at = `model.layers.${layer}`;
+  return {
+    attentionNorm: `${at}.input_layernorm.weight`,
+    query: `${at}.self_attn.q_proj.weight`,
+    key: `${at}.self_attn.k_proj.weight`,
+    value: `${at}.self_attn.v_proj.weight`,
+    attentionOut: `${at}.self_attn.o_proj.weight`,
+    ffnNorm: `${at}.post_attention_layernorm.weight`,
+    gate: `${at}.mlp.gate_proj.weight`,
+    up: `${at}.mlp.up_proj.weight`,
+    down: `${at}.mlp.down_proj.weight`,
+  };
 }
 
 /** Where every parameter lies in one flat float32 vector. Optimiser moments have the same layout. */
 export interface Layout {
   tensors: readonly TensorSpec[];
-  parameters: readonly ParameterSpec[];
   total: number;
 }
 
 export function headDim(config: ModelConfig): number {
   return config.dim / config.heads;
 }
+
+/** Far above any model a CPU trains; a hostile configuration may not make us lay out millions. */
+const MAX_LAYERS = 1024;
 
 /** `ConfigInvalid` names the first field that does not fit. */
 export function checkConfig(config: ModelConfig): void {
@@ -44,6 +55,7 @@ export function checkConfig(config: ModelConfig): void {
     if (!Number.isSafeInteger(value) || value < 1 || value > 2 ** 24)
       fail(`${name} must be a positive integer, got ${value}`);
   }
+  if (config.layers > MAX_LAYERS) fail(`at most ${MAX_LAYERS} layers`);
   if (config.dim % config.heads !== 0) fail(`dim ${config.dim} is no multiple of heads`);
   if (config.heads % config.kvHeads !== 0) fail(`heads ${config.heads} is no multiple of kvHeads`);
   if (headDim(config) % 2 !== 0) fail('dim / heads must be even for rotary positions');
@@ -57,64 +69,32 @@ export function layoutOf(config: ModelConfig): Layout {
   const { vocabSize, dim, layers, heads, kvHeads, ffnDim, tiedHead } = config;
   const width = headDim(config);
   const tensors: TensorSpec[] = [];
-  const parameters: ParameterSpec[] = [];
   let total = 0;
-  const parameter = (
-    name: string,
-    shape: readonly number[],
-    parts: readonly { name: string; rows: number; init: TensorSpec['init'] }[],
-  ) => {
-    const rowSize = shape.slice(1).reduce((a, b) => a * b, 1);
-    const offset = total;
-    for (const part of parts) {
-      const size = part.rows * rowSize;
-      const tensorShape = [part.rows, ...shape.slice(1)];
-      tensors.push({ name: part.name, shape: tensorShape, offset: total, size, init: part.init });
-      total += size;
-    }
-    parameters.push({ name, shape, offset, size: total - offset });
+  const place = (name: string, shape: readonly number[], init: TensorSpec['init']) => {
+    const size = shape.reduce((a, b) => a * b, 1);
+    tensors.push({ name, shape, offset: total, size, init });
+    total += size;
   };
-  const norm = (name: string, tensor: string) =>
-    parameter(name, [dim], [{ name: tensor, rows: dim, init: 'ones' }]);
-
   const embedInit = { std: 0.02 };
   const init = { std: dim ** -0.5 };
   // Residual branches add up: each starts smaller, so that the sum keeps its size (GPT-2).
   const residual = (fanIn: number) => ({ std: (2 * layers * fanIn) ** -0.5 });
-  const embedName = 'model.embed_tokens.weight';
-  parameter('embed', [vocabSize, dim], [{ name: embedName, rows: vocabSize, init: embedInit }]);
-  for (let i = 0; i < layers; i++) {
-    const at = `model.layers.${i}`;
-    norm(`attentionNorm${i}`, `${at}.input_layernorm.weight`);
-    parameter(
-      `qkv${i}`,
-      [(heads + 2 * kvHeads) * width, dim],
-      [
-        { name: `${at}.self_attn.q_proj.weight`, rows: heads * width, init },
-        { name: `${at}.self_attn.k_proj.weight`, rows: kvHeads * width, init },
-        { name: `${at}.self_attn.v_proj.weight`, rows: kvHeads * width, init },
-      ],
-    );
-    const out = { name: `${at}.self_attn.o_proj.weight`, rows: dim, init: residual(dim) };
-    parameter(`attentionOut${i}`, [dim, heads * width], [out]);
-    norm(`ffnNorm${i}`, `${at}.post_attention_layernorm.weight`);
-    parameter(
-      `gateUp${i}`,
-      [2 * ffnDim, dim],
-      [
-        { name: `${at}.mlp.gate_proj.weight`, rows: ffnDim, init },
-        { name: `${at}.mlp.up_proj.weight`, rows: ffnDim, init },
-      ],
-    );
-    const down = { name: `${at}.mlp.down_proj.weight`, rows: dim, init: residual(ffnDim) };
-    parameter(`down${i}`, [dim, ffnDim], [down]);
+  place(EMBEDDING, [vocabSize, dim], embedInit);
+  for (let layer = 0; layer < layers; layer++) {
+    const names = layerNames(layer);
+    place(names.attentionNorm, [dim], 'ones');
+    place(names.query, [heads * width, dim], init);
+    place(names.key, [kvHeads * width, dim], init);
+    place(names.value, [kvHeads * width, dim], init);
+    place(names.attentionOut, [dim, heads * width], residual(dim));
+    place(names.ffnNorm, [dim], 'ones');
+    place(names.gate, [ffnDim, dim], init);
+    place(names.up, [ffnDim, dim], init);
+    place(names.down, [dim, ffnDim], residual(ffnDim));
   }
-  norm('finalNorm', 'model.norm.weight');
-  if (!tiedHead) {
-    const head = { name: 'lm_head.weight', rows: vocabSize, init: embedInit };
-    parameter('head', [vocabSize, dim], [head]);
-  }
-  return { tensors, parameters, total };
+  place(FINAL_NORM, [dim], 'ones');
+  if (!tiedHead) place(HEAD, [vocabSize, dim], embedInit);
+  return { tensors, total };
 }
 
 /** Initial weights: each tensor has a random stream of its own, so equal seeds give equal bytes. */

@@ -14,6 +14,13 @@ export interface WeightSet {
   weights: Float32Array;
 }
 
+/**
+ * Kernels treat a matrix of one row otherwise than one of several, which changes the rounding. With
+ * two rows at least, and one thread, a sequence gets the same bits whatever else is in the batch.
+ * (Several threads divide a small matrix by columns, and its sums into other blocks.)
+ */
+const MIN_ROWS = 2;
+
 interface Sessions {
   prefill: Session;
   decode: Session;
@@ -31,7 +38,7 @@ export class LoadedModel {
   private constructor(set: WeightSet, sessions: Sessions) {
     this.config = set.config;
     this.version = set.version;
-    this.cache = new KvCache(set.config);
+    this.cache = new KvCache(set.config, MIN_ROWS);
     this.#parameters = parameterFeeds(layoutOf(set.config), set.weights);
     this.#sessions = sessions;
   }
@@ -54,20 +61,25 @@ export class LoadedModel {
     return new LoadedModel(set, sessions);
   }
 
+  /** Cache and next-token logits of whole prompts, padded to `length`; rows beyond them are filler. */
   async prefill(prompts: readonly (readonly number[])[], length: number): Promise<Tensors> {
     const count = prompts.length * length;
     const tokens = new Int32Array(count);
     for (const [row, prompt] of prompts.entries()) tokens.set(prompt, row * length);
-    const last = Int32Array.from(prompts, (prompt, row) => row * length + prompt.length - 1);
+    const last = new Int32Array(Math.max(prompts.length, MIN_ROWS));
+    for (const [row, prompt] of prompts.entries()) last[row] = row * length + prompt.length - 1;
     return this.#sessions.prefill.run({
       ...this.#parameters,
       tokens: tensor(tokens, [count]),
       mask: tensor(causalMask(length), [length, length]),
-      last: tensor(last, [prompts.length]),
+      last: tensor(last, [last.length]),
     });
   }
 
-  decode(tokens: Int32Array): Promise<Tensors> {
+  /** One token for each row of the cache. Outputs may hold more rows: those are to be ignored. */
+  decode(ids: readonly number[]): Promise<Tensors> {
+    const tokens = new Int32Array(this.cache.fedRows);
+    tokens.set(ids);
     return this.#sessions.decode.run({
       ...this.#parameters,
       ...this.cache.feeds(),

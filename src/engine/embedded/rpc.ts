@@ -29,7 +29,9 @@ export class WorkerClient {
   constructor(entry: string, name: string) {
     this.#name = name;
     const extension = import.meta.url.endsWith('.ts') ? 'ts' : 'js';
-    this.#worker = new Worker(new URL(`./${entry}.${extension}`, import.meta.url), { name });
+    const url = new URL(`./${entry}.${extension}`, import.meta.url);
+    // Flags of the main program, such as --input-type, are not meant for the worker's entry.
+    this.#worker = new Worker(url, { name, execArgv: [] });
     this.#worker.unref();
     this.#worker.on('message', (answer: Answer) => this.#settle(answer));
     this.#worker.on('error', (error) => this.#fail(attribute(error, 'EngineFailed', name)));

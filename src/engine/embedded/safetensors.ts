@@ -56,7 +56,8 @@ interface Entry {
 /**
  * Reads a file into the given tensors: exactly these names and shapes must be there, their ranges must
  * tile the data without gap, overlap or surplus, and every value must be finite. Anything else is
- * `CheckpointInvalid`, before memory is taken for it. Returns the metadata.
+ * `CheckpointInvalid`. The file makes us allocate nothing but its header, which is bounded. Returns the
+ * metadata.
  */
 export async function readSafetensors(
   path: string,
@@ -155,8 +156,9 @@ function isSizes(value: unknown): value is number[] {
 }
 
 function checkTiling(entries: readonly Entry[], bytes: number, refuse: Refuse): void {
+  const ordered = entries.slice().sort((a, b) => a.start - b.start || a.end - b.end);
   let at = 0;
-  for (const { name, start, end } of entries.slice().sort((a, b) => a.start - b.start)) {
+  for (const { name, start, end } of ordered) {
     if (start !== at) refuse(`${name} starts at ${start}, expected ${at}`);
     at = end;
   }

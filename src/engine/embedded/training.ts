@@ -15,13 +15,13 @@ const NUMERIC_ADVICE =
 /** Views of a flat weight vector as the graph's parameter inputs. */
 export function parameterFeeds(layout: Layout, weights: Float32Array): Tensors {
   const feeds: Tensors = {};
-  for (const { name, shape, offset, size } of layout.parameters)
+  for (const { name, shape, offset, size } of layout.tensors)
     feeds[name] = tensor(weights.subarray(offset, offset + size), shape);
   return feeds;
 }
 
 /** Tokens, targets and mask of a micro-batch; rows are padded at their end with token 0. */
-export function batchFeeds(data: readonly Datum[], batch: MicroBatch): Tensors {
+function batchFeeds(data: readonly Datum[], batch: MicroBatch): Tensors {
   const { members, length } = batch;
   const count = members.length * length;
   const pad = (pick: (datum: Datum) => Int32Array) => {
@@ -144,6 +144,7 @@ export class Training {
         { next: NUMERIC_ADVICE },
       );
     accumulate(this.#gradient, fresh);
+    flushTiny(this.#gradient);
     return { logprobs, lossSum };
   }
 
@@ -169,6 +170,14 @@ export class Training {
 
 function accumulate(sum: Float32Array, more: Float32Array): void {
   for (let i = 0; i < sum.length; i++) sum[i] = sum[i]! + more[i]!;
+}
+
+/**
+ * Zeroes what is too small to matter. Threads differ in whether they flush denormals; without this,
+ * traces of them would make equal runs differ in bytes.
+ */
+function flushTiny(gradient: Float32Array): void {
+  for (let i = 0; i < gradient.length; i++) if (Math.abs(gradient[i]!) < 1e-30) gradient[i] = 0;
 }
 
 /** Loss inputs of a micro-batch. Masked positions carry zeros, whatever the caller left in them. */
@@ -208,7 +217,8 @@ function checkAdam(adam: AdamParams): void {
     ['learningRate', learningRate, 0, 10],
     ['beta1', beta1, 0, 0.9999999],
     ['beta2', beta2, 0, 0.9999999],
-    ['eps', eps, 0, 1],
+    // Zero would divide zero by zero where a weight has had no gradient.
+    ['eps', eps, 1e-15, 1],
     ['weightDecay', weightDecay, 0, 100],
     ['gradClipNorm', gradClipNorm, 0, Number.MAX_VALUE],
     ['gradScale', gradScale, 0, Number.MAX_VALUE],

@@ -1,10 +1,18 @@
-import { chmodSync, mkdirSync, mkdtempSync, rmSync, symlinkSync, writeFileSync } from 'node:fs';
+import {
+  chmodSync,
+  mkdirSync,
+  mkdtempSync,
+  readFileSync,
+  rmSync,
+  symlinkSync,
+  writeFileSync,
+} from 'node:fs';
 import { tmpdir } from 'node:os';
 import { dirname, join, resolve } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
 import { apply, type NewEvent, type Reward, type RunState } from '../../core/index.ts';
-import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { Sandbox, SandboxDriver } from '../../sandbox/contract.ts';
+import { openSandboxes, probeBubblewrap } from '../../sandbox/index.ts';
 import { type HarborSession, harborEnvironment } from './environment.ts';
 import { runSolution } from './solution.ts';
 
@@ -52,13 +60,18 @@ const ASK = (step: number): NewEvent => ({
 });
 const ended = stateAfter({}, DONE);
 
-describe('grading in a sandbox', () => {
+const probeDir = mkdtempSync(join(tmpdir(), 'harbor-probe-'));
+const probe = await probeBubblewrap({ dir: probeDir });
+rmSync(probeDir, { recursive: true, force: true });
+const lacking = probe.ok ? '' : ` (skipped: ${probe.reason})`;
+
+describe.skipIf(!probe.ok)(`grading in a sandbox${lacking}`, () => {
   let driver: SandboxDriver;
   let root: string;
   let count = 0;
   beforeAll(async () => {
     root = mkdtempSync(join(tmpdir(), 'harbor-grade-'));
-    driver = await BubblewrapDriver.open({ dir: join(root, 'sandboxes') });
+    ({ driver } = await openSandboxes({ dir: join(root, 'sandboxes'), prefer: 'bubblewrap' }));
   });
   afterAll(async () => {
     await driver?.close();
@@ -158,14 +171,51 @@ describe('grading in a sandbox', () => {
       `setsid bash -c 'while :; do echo "{\\"reward\\": 1}" > /logs/verifier/reward.json; echo 1 > /logs/verifier/reward.txt; done' >/dev/null 2>&1 &`,
     );
     expect(daemon.reward).toMatchObject({ status: 'ok', value: 0 });
-    // Looks for answers in the tests and in the verifier's memory.
-    const spy = await calc(
-      `cat /tests/* && echo 1 > /workspace/tests-seen; head -c1 /proc/$PPID/environ && echo 1`,
-    );
-    expect(spy.reward).toMatchObject({ status: 'ok', value: 0 });
-    // Kills the verifier: its own doing, so it costs the score.
-    const killer = await calc('kill -9 $PPID');
-    expect(killer.reward).toEqual({ status: 'agent_error', value: 0, components: {} });
+    // Takes the verifier down, with a reward of its own in place: costs the score.
+    for (const sabotage of [
+      'kill -9 $PPID',
+      `echo '{"reward": 1}' > /logs/verifier/reward.json; kill -9 $PPID`,
+      'rm -r $(readlink -m /logs)',
+      'chmod 0 /tmp',
+      'mkdir /logs/verifier/reward.json.new',
+      `python3 -c "for i in range(10**6): open(f'/tmp/{i}', 'wb').write(bytes(1 << 20))"`,
+    ]) {
+      const { reward } = await calc(sabotage);
+      expect({ sabotage, value: reward.value }).toEqual({ sabotage, value: 0 });
+    }
+  });
+
+  it('the harness of the examples hides tests and memory from the work', async () => {
+    const harness = readFileSync(join(EXAMPLES, 'wrangle-logs/tests/harness.py'), 'utf8');
+    const verify = (hide: string) => `import sys
+sys.path.insert(0, "/tests")
+from harness import finish, run, take_over
+${hide}
+print(run(["/workspace/spy"])[1])
+finish(reward=0)
+`;
+    const spy = `cat > spy <<'END'
+#!/usr/bin/env python3
+import os
+for path in ("/tests/verify.py", "/proc/%d/mem" % os.getppid(), "/proc/%d/environ" % os.getppid()):
+    try:
+        os.open(path, os.O_RDONLY)
+        print("opened", path)
+    except OSError:
+        pass
+END
+chmod +x spy`;
+    const opened = async (hide: string) => {
+      const tests = { 'tests/harness.py': harness, 'tests/verify.py': verify(hide) };
+      const { reward, output } = await gradeAfter(
+        taskDir('exec python3 -I /tests/verify.py', tests),
+        spy,
+      );
+      expect(reward).toMatchObject({ status: 'ok', value: 0 });
+      return output?.match(/^opened/gm)?.length ?? 0;
+    };
+    expect(await opened('')).toBe(3);
+    expect(await opened('take_over()')).toBe(0);
   });
 
   it('shows neither tests nor solution to the agent', async () => {
@@ -184,29 +234,34 @@ describe('grading in a sandbox', () => {
 
   it('ignores what the agent planted', async () => {
     const dir = taskDir(
-      'env > /workspace/env; python3 -c "import sys; print(sys.path)"; ls -A /tests "$HOME"; grep -qx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt',
+      'ls -A /tests "$HOME"; grep -qsx done result && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt; sleep 0.2',
     );
     const plant = `
-      set +e
-      mkdir -p bin .local/lib /tests /logs/verifier /tmp/verifier-home 2>/dev/null
-      printf '#!/bin/sh\\nexit 0\\n' | tee bin/grep bin/bash bin/python3 > /dev/null
+      mkdir -p bin .local/lib $(readlink -m /tests /logs/verifier) /tmp/verifier-home
+      printf '#!/bin/sh\nexit 0\n' | tee bin/grep bin/bash bin/python3 > /dev/null
       chmod +x bin/*
-      echo 'echo 1 > /logs/verifier/reward.txt' | tee .bashrc .profile sitecustomize.py conftest.py > /dev/null
-      echo 'echo 1 > /logs/verifier/reward.txt' 2>/dev/null > /tests/test.sh
-      echo 'echo 1 > /logs/verifier/reward.txt' 2>/dev/null > /tests/extra
-      echo '{"reward": 1}' 2>/dev/null > /logs/verifier/reward.json
-      echo 1 2>/dev/null > /logs/verifier/reward.txt
-      setsid bash -c 'while :; do echo 1 > /logs/verifier/reward.txt; echo done > result; sleep 0.01; rm -f result; done' > /dev/null 2>&1 < /dev/null &
-      sleep 0.2; true`;
-    const grade = await gradeAfter(dir, `(${plant}) 2>/dev/null; true`);
-    expect(grade.reward).toMatchObject({ status: 'ok', value: expect.any(Number) });
-    expect(grade.output).not.toContain('extra');
-    // The verifier read the workspace, not the plants: alone the agent's loop decided on `result`.
-    const still = await gradeAfter(
-      dir,
-      `(${plant.replace('echo done > result;', '')}) 2>/dev/null; true`,
-    );
-    expect(still.reward).toMatchObject({ status: 'ok', value: 0 });
+      echo 'echo 1 > /logs/verifier/reward.txt' | tee .bashrc .profile sitecustomize.py conftest.py /tests/test.sh /tests/planted /tmp/verifier-home/.bashrc > /dev/null
+      echo '{"reward": 1}' > /logs/verifier/reward.json
+      setsid bash -c 'while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done' > /dev/null 2>&1 < /dev/null &
+      sleep 0.3; cat /logs/verifier/reward.txt; ls /tests`;
+    await inSandbox(dir, async (session, sandbox) => {
+      expect((await sh(sandbox, plant)).stdout).toBe('1\nplanted\ntest.sh\n');
+      const grade = await session.grade(ended, sandbox);
+      expect(grade).toEqual({
+        reward: { status: 'ok', value: 0, components: {} },
+        output: '/tests:\ntest.sh\n\n/tmp/verifier-home:\n',
+      });
+    });
+  });
+
+  it('counts a verifier killed by the memory limit as the doing of the work', async (context) => {
+    if (driver.capabilities.memory !== 'cgroup')
+      return context.skip('memory is not limited by a control group on this machine');
+    const dir = taskDir('exec python3 -c "x = bytearray(1 << 30)"', {
+      'task.toml': '[environment]\nmemory_mb = 128\n',
+    });
+    const { reward } = await gradeAfter(dir);
+    expect(reward).toEqual({ status: 'agent_error', value: 0, components: {} });
   });
 
   it('grades the workspace as the agent left it, a process of its still writing', async () => {
@@ -218,6 +273,20 @@ describe('grading in a sandbox', () => {
       'touch before; setsid bash -c "exec -a marker-process sleep 1000" > /dev/null 2>&1 < /dev/null & touch after',
     );
     expect(grade.reward).toMatchObject({ status: 'ok', value: 1 });
+  });
+
+  it('uses no byte code of the agent, not even of the kind that ignores its source', async () => {
+    const dir = taskDir(
+      'printf "score = 0\\n" > module.py; python3 -c "import module; print(module.score)" > /logs/verifier/reward.txt',
+    );
+    const grade = await gradeAfter(
+      dir,
+      `printf 'score = 1\\n' > module.py
+       python3 -c 'import py_compile; py_compile.compile("module.py", invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)'
+       printf 'score = 0\\n' > module.py
+       test "$(python3 -c 'import module; print(module.score)')" = 1`,
+    );
+    expect(grade.reward).toMatchObject({ status: 'ok', value: 0 });
   });
 
   it('grades an agent that took away its own directory', async () => {

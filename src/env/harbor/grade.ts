@@ -1,6 +1,7 @@
 import {
   attribute,
   type ExecResult,
+  type FileEntry,
   type GradedStatus,
   LonghaulError,
   type Reward,
@@ -30,7 +31,7 @@ export interface Grade {
  *
  * The verifier works in a fork: processes of the agent are gone, /tests and /logs are new, and what
  * the verifier does to the workspace is discarded. Never throws. What the guest caused (the verifier
- * killed by a signal or by the memory limit) is `agent_error` with the lowest score; a missing or
+ * killed by a signal or by the memory limit, its log directory taken away) is `agent_error` with the lowest score; a missing or
  * malformed reward, a verifier out of time and a failing sandbox are ungraded, never a zero.
  */
 export async function gradeHarborTask(
@@ -101,34 +102,42 @@ async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Prom
   if (result.cause === 'timeout')
     return fail(`the verifier did not end within ${task.verifier.timeoutMs / 1000} s`);
 
+  // Whatever lies there now: who can kill the verifier can also write in its place.
+  if (result.cause === 'signalled' || result.cause === 'out_of_memory')
+    return sabotaged(task, output);
   const score = await readReward(sandbox, task.rewardRange);
-  if (score === null) {
-    const killed = result.cause === 'signalled' || result.cause === 'out_of_memory';
-    if (!killed) return fail(`the verifier wrote no reward file (${ending(result)})`);
-    const [low, high] = task.rewardRange;
-    const value = Math.min(Math.max(0, low), high);
-    return { reward: { status: 'agent_error', value, components: {} }, output };
-  }
+  if (score === 'gone') return sabotaged(task, output);
+  if (score === null) return fail(`the verifier wrote no reward file (${ending(result)})`);
   if ('problem' in score) return fail(score.problem);
   const { value, components } = score;
   return { reward: { status: statusOf(state), value, components }, output };
 }
 
+/** The lowest score, for work that took the verifier down: ungraded would let it pay. */
+function sabotaged(task: HarborTask, output: string): Grade {
+  const [low, high] = task.rewardRange;
+  const value = Math.min(Math.max(0, low), high);
+  return { reward: { status: 'agent_error', value, components: {} }, output };
+}
+
 /**
- * The environment of a verifier. HOME is empty and not the agent's; byte code of the agent's making is
- * neither used from its cache folders nor written; user site packages are off.
+ * The environment of a verifier. HOME is empty and not the agent's; user site packages are off.
  */
 const VERIFIER_ENV = {
   ...CLEAN_ENV,
   HOME,
   PYTHONDONTWRITEBYTECODE: '1',
   PYTHONNOUSERSITE: '1',
-  PYTHONPYCACHEPREFIX: `${HOME}/pycache`,
   PYTHONHASHSEED: '0',
 } as const;
 
+/**
+ * New directories for the verifier. The workspace loses its Python byte code: a cache can be made so
+ * that it is used whatever the source beside it says (PEP 552), also when the tests bring their own.
+ */
 async function empty(sandbox: Sandbox): Promise<void> {
   const script =
+    `find ${WORKSPACE} -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; ` +
     'set -e; for d in "$@"; do d=$(readlink -m -- "$d"); mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
@@ -144,12 +153,22 @@ async function empty(sandbox: Sandbox): Promise<void> {
   );
 }
 
-/** Null if neither file is there. Only regular files count: reading a pipe would never end. */
+/**
+ * Null if neither file is there, `gone` if their directory is not either: only work that runs inside the
+ * verifier takes that away. Only regular files count: reading a pipe would never end.
+ */
 async function readReward(
   sandbox: Sandbox,
   range: readonly [number, number],
-): Promise<ScoreOrProblem | null> {
-  const entries = await sandbox.listFiles(LOGS);
+): Promise<ScoreOrProblem | 'gone' | null> {
+  let entries: FileEntry[];
+  try {
+    entries = await sandbox.listFiles(LOGS);
+  } catch (thrown) {
+    const { code } = attribute(thrown, 'Internal');
+    if (code === 'NotFound' || code === 'FileRefused') return 'gone';
+    throw thrown;
+  }
   for (const [name, parse] of [
     ['reward.json', parseRewardJson],
     ['reward.txt', parseRewardText],

@@ -1,5 +1,4 @@
 export {
-  HARBOR,
   type HarborEnvironment,
   type HarborOptions,
   type HarborSession,

@@ -11,7 +11,7 @@ import {
   writeFileSync,
 } from 'node:fs';
 import { tmpdir } from 'node:os';
-import { dirname, join } from 'node:path';
+import { dirname, join, resolve } from 'node:path';
 import { afterEach, describe, expect, it } from 'vitest';
 import { LonghaulError } from '../../core/index.ts';
 import { harborEnvironment } from './environment.ts';
@@ -362,6 +362,18 @@ describe('harborEnvironment', () => {
     expect(new Set([...train, ...heldout].map((ref) => ref.id)).size).toBe(40);
     expect(environment.tasks('train', 1, 5)).toEqual(train.slice(0, 5));
     expect(environment.tasks('train', 2, 100)).not.toEqual(train);
+  });
+
+  it('opens every example without a note but the base image', async () => {
+    const root = resolve(import.meta.dirname, '../../../recipes/tasks');
+    const environment = harborEnvironment({ root });
+    const refs = [...environment.tasks('train', 1, 9), ...environment.tasks('heldout', 1, 9)];
+    expect(refs).toHaveLength(3);
+    for (const ref of refs) {
+      const { task } = await environment.open(ref);
+      expect(task.notes).toEqual([expect.stringContaining('FROM python:3.11-slim is replaced')]);
+      expect(task.solution).not.toBeNull();
+    }
   });
 
   it('refuses references that cannot be a task', async () => {

@@ -7,10 +7,11 @@ What the guest can do to it: nothing by signals (the kernel drops every signal t
 namespace sends it, SIGKILL included), nothing by /proc (it is not dumpable) and nothing by inherited
 descriptors (children get three). A memory bomb may take it along; the owner sees that in the cgroup.
 
-Snippets of Python run in a fork of this very interpreter, which is warm; a fork keeps nothing.
+Snippets of Python run in a fork of this very interpreter, which is warm; a fork keeps nothing. One
+fork is made ahead (the spare), so that the next snippet starts without waiting for it.
 """
 
-import atexit
+import _signal
 import collections
 import ctypes
 import datetime
@@ -18,31 +19,25 @@ import errno
 import fcntl
 import functools
 import gc
-import heapq
 import io
 import itertools
 import json
 import linecache
 import math
-import operator
 import os
-import random
 import re
 import resource
 import select
 import signal
 import stat
-import string
 import struct
-import subprocess
 import sys
-import threading
 import time
 import traceback
 import types
 
 PR_SET_DUMPABLE = 4
-LIBC = ctypes.CDLL(None, use_errno=True)
+PRCTL = ctypes.CDLL(None).prctl
 WORKSPACE = "/workspace"
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -89,18 +84,78 @@ def kill_all():
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:
         pass
+    Spare.drop()
+
+
+class Spare:
+    """A fork made ahead: it waits for a snippet's source on a pipe."""
+
+    current = None
+
+    def __init__(self):
+        pipes = [os.pipe(), os.pipe(), os.pipe()]
+        control = os.pipe()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            for end in itertools.chain(control, *pipes):
+                os.close(end)
+            raise
+        if self.pid == 0:
+            try:
+                become_snippet(pipes, control[0])
+            finally:
+                os._exit(1)
+        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0]):
+            os.close(end)
+        self.control = control[1]
+        self.pipes = [pipes[0][1], pipes[1][0], pipes[2][0]]
+
+    @classmethod
+    def prepare(cls):
+        """Makes one ahead where none waits. Without room for it the next snippet makes its own."""
+        if cls.current is None:
+            try:
+                cls.current = cls()
+            except OSError:
+                pass
+
+    @classmethod
+    def take(cls):
+        spare, cls.current = cls.current or cls(), None
+        return spare
+
+    @classmethod
+    def drop(cls):
+        spare, cls.current = cls.current, None
+        if spare:
+            for end in [spare.control, *spare.pipes]:
+                os.close(end)
+
+    def start(self, source):
+        """Hands the source over; False when a guest has killed the waiting process."""
+        try:
+            os.kill(self.pid, signal.SIGCONT)
+            data = memoryview(struct.pack(">I", len(source)) + source)
+            while data:
+                data = data[os.write(self.control, data):]
+            return True
+        except (BrokenPipeError, ProcessLookupError):
+            return False
+        finally:
+            os.close(self.control)
 
 
 def others():
-    """Whether any process but this one is alive."""
+    """Whether any process is alive but this one and the spare."""
     reap()
+    spare = {Spare.current.pid} if Spare.current else set()
     try:
-        os.kill(-1, 0)
-        return True
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+        # Whatever lives has an ancestor here: orphans become children of pid 1.
+        with open("/proc/1/task/1/children") as file:
+            return bool({int(pid) for pid in file.read().split()} - spare)
+    except OSError:
+        return bool(living() - spare)  # a kernel without CONFIG_PROC_CHILDREN
 
 
 def reap():
@@ -112,6 +167,8 @@ def reap():
             if pid == 0:
                 return found
             found[pid] = status
+            if Spare.current and Spare.current.pid == pid:
+                Spare.drop()
     except ChildProcessError:
         return found
 
@@ -132,10 +189,14 @@ def living():
 
 def set_oom_score(pid, score):
     try:
-        with open("/proc/%d/oom_score_adj" % pid, "w") as file:
-            file.write(str(score))
+        fd = os.open("/proc/%d/oom_score_adj" % pid, os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
-        pass  # gone already
+        return  # gone already
+    try:
+        os.write(fd, b"%d" % score)
+    except OSError:
+        pass
+    os.close(fd)
 
 
 class Job:
@@ -206,6 +267,7 @@ def supervise(job, data, timeout, keep):
         kill_all()
         while status is None:
             _, status = os.waitpid(job.pid, 0)
+        wait_gone(5)
     os.close(pidfd)
     if pending and job.stdin >= 0:
         os.close(job.stdin)
@@ -243,47 +305,63 @@ def run_command(request, stdin):
     cwd = os.path.join(WORKSPACE, request.get("cwd") or "")
     if not os.path.isdir(cwd):
         return refused(126, "cannot enter %s: not a directory" % cwd)
-    try:
-        process = subprocess.Popen(
-            argv,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-        )
-    except FileNotFoundError:
+    program = find_program(argv[0], environment["PATH"], cwd)
+    if program is None:
         return refused(127, "%s: command not found" % argv[0])
-    except (OSError, ValueError) as error:
-        return refused(126, "%s: %s" % (argv[0], getattr(error, "strerror", None) or error))
-    set_oom_score(process.pid, 500)
-    pipes = [os.dup(end.fileno()) for end in (process.stdin, process.stdout, process.stderr)]
-    for end in (process.stdin, process.stdout, process.stderr):
-        end.close()
-    process.returncode = 0  # waited for here, never by subprocess
-    return supervise(Job(process.pid, *pipes), stdin, request["timeout"], request["keep"])
-
-
-def run_snippet(request, source, stdin):
-    background = living() if others() else None
     pipes = [os.pipe(), os.pipe(), os.pipe()]
+    inner = [pipes[0][0], pipes[1][1], pipes[2][1]]
     try:
-        pid = os.fork()
-    except OSError as error:
-        for end in itertools.chain(*pipes):
-            os.close(end)
-        return refused(126, "cannot start a process: %s" % error.strerror)
-    if pid == 0:
-        try:
-            become_snippet(pipes, source)
-        finally:
-            os._exit(1)
-    os.close(pipes[0][0])
-    os.close(pipes[1][1])
-    os.close(pipes[2][1])
+        os.chdir(cwd)
+        # All descriptors of this process but the standard ones, which are replaced, close on exec.
+        pid = os.posix_spawn(
+            program,
+            argv,
+            environment,
+            file_actions=[(os.POSIX_SPAWN_DUP2, fd, index) for index, fd in enumerate(inner)],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],
+        )
+    except (OSError, ValueError) as error:
+        for pipe in pipes:
+            os.close(pipe[1] if pipe is pipes[0] else pipe[0])
+        return refused(126, "%s: %s" % (argv[0], getattr(error, "strerror", None) or error))
+    finally:
+        os.chdir("/")
+        for fd in inner:
+            os.close(fd)
+    set_oom_score(pid, 500)
     job = Job(pid, pipes[0][1], pipes[1][0], pipes[2][0])
+    return supervise(job, stdin, request["timeout"], request["keep"])
+
+
+def find_program(name, path, cwd):
+    """What a shell would run: a path as it is, a bare name from PATH. None: not found."""
+    if "/" in name:
+        full = os.path.join(cwd, name)
+        return full if os.path.lexists(full) else None
+    for folder in path.split(":"):
+        full = os.path.join(cwd, folder, name)
+        if os.path.isfile(full) and os.access(full, os.X_OK):
+            return full
+    return None
+
+
+def run_snippet(request, source, stdin, more):
+    """`more`: another snippet follows, whose process is made while this one runs."""
+    background = living() - ({Spare.current.pid} if Spare.current else set()) if others() else None
+    try:
+        spare = Spare.take()
+        if not spare.start(source):
+            for end in spare.pipes:
+                os.close(end)
+            reap()
+            spare = Spare()
+            spare.start(source)
+    except OSError as error:
+        return refused(126, "cannot start a process: %s" % error.strerror)
+    job = Job(spare.pid, *spare.pipes)
+    if more:
+        Spare.prepare()
     result = supervise(job, stdin, request["timeout"], request["keep"])
     if background is None:
         if others():
@@ -291,41 +369,48 @@ def run_snippet(request, source, stdin):
             wait_gone(5)
     else:
         # Processes of earlier commands live on; what this snippet left behind does not.
-        while extra := living() - background:
+        for _ in range(50):
+            own = {Spare.current.pid} if Spare.current else set()
+            extra = living() - background - own
+            if not extra:
+                break
             for leftover in extra:
                 try:
                     os.kill(leftover, signal.SIGKILL)
                 except ProcessLookupError:
                     pass
             reap()
+        else:
+            kill_all()  # it forks faster than it can be picked out
+            wait_gone(5)
     return result
 
 
-def become_snippet(pipes, source):
+def become_snippet(pipes, control):
     """In the fork: a fresh `__main__` with standard streams of its own. Never returns."""
     os.setsid()
     for fd, pipe in enumerate(pipes):
         os.dup2(pipe[0 if fd == 0 else 1], fd)
-    os.closerange(3, 65536)
-    LIBC.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    os.dup2(control, 3, inheritable=False)
+    os.closerange(4, 65536)
     set_oom_score(os.getpid(), 500)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    size = os.read(3, 4)
+    if len(size) < 4:
+        os._exit(0)  # not needed any more
+    source = bytearray()
+    while len(source) < struct.unpack(">I", size)[0]:
+        source += os.read(3, 1 << 20)
+    os.close(3)
+    # Only now: until it runs guest code, guest code must not look into it.
+    PRCTL(PR_SET_DUMPABLE, 1, 0, 0, 0)
     try:
         os.chdir(WORKSPACE)
     except OSError:
         pass  # the guest may have taken its own permission to enter
-    os.environ.clear()
-    os.environ.update(ENVIRONMENT)
-    sys.stdin = open(0, "r", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
-    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
-    sys.argv = [""]
-    sys.path.insert(0, "")
-    sys.dont_write_bytecode = False
-    gc.enable()
-    module = types.ModuleType("__main__")
-    module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module
     code = 0
     try:
         text = source.decode("utf-8")
@@ -340,8 +425,11 @@ def become_snippet(pipes, source):
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         traceback.print_exception(type(error), error, trace)
     try:
-        threading._shutdown()
-        atexit._run_exitfuncs()
+        # As at the end of a program: threads are waited for, then the exit functions run.
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        if "atexit" in sys.modules:
+            sys.modules["atexit"]._run_exitfuncs()
     except BaseException:
         traceback.print_exc()
     try:
@@ -459,7 +547,8 @@ def handle(header, body):
             position += request["source"]
             stdin = body[position:position + request["stdin"]]
             position += request["stdin"]
-            result, pieces = run_snippet(request, source, stdin)
+            more = request is not header["requests"][-1]
+            result, pieces = run_snippet(request, source, stdin, more)
             results.append(result)
             parts += pieces
         return {"results": results}, parts
@@ -471,7 +560,7 @@ def handle(header, body):
     if kind == "list":
         return {"entries": list_files(header)}, []
     if kind == "quiesce":
-        if header["stop"]:
+        if header["stop"] and others():
             kill_all()
             return {"busy": not wait_gone(10)}, []
         return {"busy": others()}, []
@@ -484,6 +573,7 @@ def handle(header, body):
 
 
 def serve():
+    Spare.prepare()
     while True:
         # Orphans are reaped between requests too.
         while not select.select([0], [], [], 1.0)[0]:
@@ -497,11 +587,15 @@ def serve():
             answer, parts = {"errno": 0, "message": repr(error)}, []
         answer["disk"] = disk_used()
         write_frame(answer, parts)
+        Spare.prepare()
 
 
 def main():
+    if os.getpid() != 1:
+        # It signals every process it can see: anywhere else that would be the whole machine.
+        sys.exit("the sandbox agent runs as pid 1 of a namespace of its own only")
     limits = json.loads(sys.argv[1])
-    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    PRCTL(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for pid 1
     # A limit of one byte also keeps a core_pattern pipe on the host from being started.
@@ -512,6 +606,15 @@ def main():
     if "data" in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (limits["data"], limits["data"]))
     os.chdir("/")
+    os.environ.clear()
+    os.environ.update(ENVIRONMENT)  # snippets inherit it
+    sys.argv = [""]
+    sys.path.insert(0, "")
+    sys.dont_write_bytecode = False
+    # This process writes frames past these objects; only its forks use them.
+    sys.stdin = open(0, "r", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)
+    sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", closefd=False, buffering=1)
     gc.collect()
     gc.freeze()  # forks then leave the shared pages alone
     write_frame({"hello": 1}, [])

@@ -140,20 +140,18 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What pid limit is added for: bubblewrap's outer process and the agent. */
-const OWN_PROCESSES = 2;
+/** What the pid limit is raised by: bubblewrap's outer process, the agent and its spare fork. */
+const OWN_PROCESSES = 3;
 const CPU_PERIOD_US = 100_000;
 
 /** One sandbox's control group in every hierarchy. */
 export class Cgroup {
   readonly #version: CgroupHost['version'];
   readonly #paths: Partial<Record<Controller, string>> = {};
-  readonly #limits: CgroupLimits;
   #memoryLimit = 0;
 
   constructor(host: CgroupHost, owner: string, id: string, limits: CgroupLimits) {
     this.#version = host.version;
-    this.#limits = limits;
     for (const [name, base] of Object.entries(host.bases) as [Controller, string][]) {
       const path = join(base, `longhaul-${owner}`, id);
       mkdirSync(path, { recursive: true });
@@ -239,11 +237,6 @@ export class Cgroup {
     const file = this.#version === 'v2' ? 'memory.peak' : 'memory.max_usage_in_bytes';
     const text = this.#read('memory', file).trim();
     return text ? Number(text) : null;
-  }
-
-  /** The limits as they were asked for. */
-  get limits(): CgroupLimits {
-    return this.#limits;
   }
 
   /** Removes the groups; the processes in them must have been killed. Waits for the kernel to let go. */

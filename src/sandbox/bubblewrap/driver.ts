@@ -1,5 +1,6 @@
 import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
+import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import {
@@ -155,6 +156,16 @@ export class BubblewrapDriver implements SandboxDriver {
         `sandbox limits are too low to start: ${JSON.stringify(full)}`,
         { next: 'Give at least 32 MiB of memory, 256 KiB and 64 inodes of disk, one process.' },
       );
+    if (
+      this.capabilities.cpu === 'none' &&
+      full.cpus !== DEFAULT_SPEC.cpus &&
+      full.cpus < availableParallelism()
+    )
+      throw new LonghaulError(
+        'CapabilityMissing',
+        `no control group for cpu can be made here, so ${full.cpus} cpus cannot be enforced`,
+        { next: 'Run as root or with a delegated cgroup, or leave cpus out.' },
+      );
     return full;
   }
 
@@ -163,14 +174,17 @@ export class BubblewrapDriver implements SandboxDriver {
     await this.#alive();
     const stack = from === undefined ? null : this.#registry.stack(from);
     const sandbox = await this.#acquire(full);
-    if (!stack) return sandbox;
+    return stack ? this.#adopted(sandbox, stack) : sandbox;
+  }
+
+  async #adopted(sandbox: BubblewrapSandbox, stack: LayerStack): Promise<BubblewrapSandbox> {
     try {
       await sandbox.adopt(stack);
+      return sandbox;
     } catch (error) {
       await sandbox.stop();
       throw error;
     }
-    return sandbox;
   }
 
   #acquire(spec: SandboxSpec): Promise<BubblewrapSandbox> {
@@ -210,9 +224,7 @@ export class BubblewrapDriver implements SandboxDriver {
       python: this.#python,
       uidBase: this.#uidBase,
       spawn: async (childSpec, childStack) => {
-        const child = await this.#acquire(childSpec);
-        await child.adopt(childStack);
-        return child;
+        return this.#adopted(await this.#acquire(childSpec), childStack);
       },
       released: (gone) => {
         this.#sandboxes.delete(gone.id);
@@ -252,11 +264,14 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   async dropLayer(layer: LayerId): Promise<void> {
-    this.#registry.drop(layer, (id) =>
+    const unneeded = this.#registry.drop(layer, (id) =>
       [...this.#sandboxes.values()].some((sandbox) =>
         sandbox.stack.some((ref) => 'durable' in ref && ref.durable === id),
       ),
     );
+    if (unneeded.length === 0) return;
+    await this.#alive();
+    await this.#supervisor.request('forget', { layers: unneeded });
   }
 
   close(): Promise<void> {

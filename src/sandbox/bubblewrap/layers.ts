@@ -1,5 +1,5 @@
 import { randomBytes } from 'node:crypto';
-import { existsSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { existsSync, readdirSync, readFileSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import type { LayerId } from '../contract.ts';
@@ -26,7 +26,7 @@ const FRESH_MS = 3_600_000;
 const DURABLE_ID = /^d-[0-9a-f]{24}$/;
 
 export const newDurableId = (): LayerId => `d-${randomBytes(12).toString('hex')}`;
-export const newVolatileId = (): LayerId => `v-${randomBytes(12).toString('hex')}`;
+const newVolatileId = (): LayerId => `v-${randomBytes(12).toString('hex')}`;
 
 const refKey = (ref: LayerRef) => ('durable' in ref ? ref.durable : `${ref.home}/${ref.name}`);
 
@@ -136,21 +136,23 @@ export class LayerRegistry {
     return existsSync(join(this.#dir, id, 'dropped'));
   }
 
-  /** Idempotent. A durable layer's files stay until no layer above needs them. */
-  drop(id: LayerId, inUse: (id: LayerId) => boolean): void {
+  /**
+   * Idempotent. A durable layer's files stay until no layer above needs them: the answer names the
+   * durable layers that are dropped or internal and that nothing stands on, for the caller to remove.
+   */
+  drop(id: LayerId, inUse: (id: LayerId) => boolean): LayerId[] {
     const stack = this.#volatile.get(id);
     if (stack) {
       this.#volatile.delete(id);
       this.release(stack);
-      return;
+      return [];
     }
-    if (!this.#meta(id)) return;
+    if (!this.#meta(id)) return [];
     writeFileSync(join(this.#dir, id, 'dropped'), '');
-    this.sweep(inUse);
+    return this.#unneeded(inUse);
   }
 
-  /** Removes durable layers that are dropped or internal and that nothing stands on. */
-  sweep(inUse: (id: LayerId) => boolean): void {
+  #unneeded(inUse: (id: LayerId) => boolean): LayerId[] {
     const metas = readdirSync(this.#dir)
       .map((name) => this.#meta(name))
       .filter((meta) => meta !== null);
@@ -163,9 +165,6 @@ export class LayerRegistry {
         .filter((meta) => inUse(meta.id) || !unwanted(meta))
         .flatMap((meta) => [meta.id, ...meta.parents]),
     );
-    for (const meta of metas) {
-      if (needed.has(meta.id)) continue;
-      rmSync(join(this.#dir, meta.id), { recursive: true, force: true });
-    }
+    return metas.filter((meta) => !needed.has(meta.id)).map((meta) => meta.id);
   }
 }

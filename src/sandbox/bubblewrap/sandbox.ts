@@ -14,16 +14,26 @@ import { AgentChannel, type Frame, frameParts } from './channel.ts';
 import type { AgentLimits } from './command.ts';
 import { bubblewrapCommand } from './command.ts';
 import { type LayerRegistry, type LayerStack, newDurableId } from './layers.ts';
-import { type LayerRef, layerOwner, type SandboxExit, type Supervisor } from './supervisor.ts';
+import {
+  adviseOn,
+  type LayerRef,
+  layerOwner,
+  type SandboxExit,
+  type Supervisor,
+} from './supervisor.ts';
 
 const DEFAULT_EXEC_TIMEOUT_MS = 60_000;
 const DEFAULT_CODE_TIMEOUT_MS = 10_000;
 const DEFAULT_READ_LIMIT = 1024 * 1024;
+/** Most bytes of a file or an output stream that one call carries. */
+const MAX_TRANSFER_BYTES = 128 * 1024 * 1024;
 const START_TIMEOUT_MS = 30_000;
 /** How long the agent may take past a deadline before the sandbox is restarted from outside. */
 const GRACE_MS = 10_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
 const SQUASH_DEPTH = 32;
+/** The agent and its spare fork, which the guest's process limit leaves room for. */
+const OWN_INSIDE = 2;
 /** The memory limit follows the files on tmpfs in steps of this. */
 const MEMORY_STEP = 1024 * 1024;
 
@@ -107,7 +117,7 @@ export class BubblewrapSandbox implements Sandbox {
   async #launch(): Promise<void> {
     const limits: AgentLimits = this.#cgroup
       ? {}
-      : { processes: this.spec.pids + 1, data: this.spec.memoryBytes };
+      : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     let ended!: (exit: SandboxExit) => void;
     this.#exit = new Promise((resolve) => {
       ended = resolve;
@@ -125,8 +135,11 @@ export class BubblewrapSandbox implements Sandbox {
       await channel.receive();
     } catch (error) {
       const exit = await this.#ended(5000);
-      const text = exit?.stderr.trim() || String((error as Error).message);
+      const text = exit
+        ? exit.stderr.trim() || `exit ${exit.status}`
+        : `no answer within ${START_TIMEOUT_MS} ms`;
       throw new LonghaulError('SandboxUnavailable', `bubblewrap did not start: ${text}`, {
+        next: adviseOn(text),
         cause: error,
       });
     } finally {
@@ -240,7 +253,8 @@ export class BubblewrapSandbox implements Sandbox {
   async #restart(): Promise<void> {
     try {
       this.#channel?.destroy();
-      await this.#host.supervisor.request('bare', { sid: this.id });
+      // Files written by the command that ran out of memory must leave the new agent its own.
+      this.#followDisk(Number(await this.#host.supervisor.request('bare', { sid: this.id })));
       await this.#launch();
       const frozen: LayerRef = { home: this.id, name: this.#upper, uid: this.uid };
       await this.#mount([frozen, ...this.#stack], { retired: this.#upper });
@@ -319,7 +333,7 @@ export class BubblewrapSandbox implements Sandbox {
         cwd: request.cwd ?? '',
         env: request.env ?? {},
         timeout: timeoutMs / 1000,
-        keep: request.keepBytes ?? DEFAULT_KEEP_BYTES,
+        keep: Math.min(request.keepBytes ?? DEFAULT_KEEP_BYTES, MAX_TRANSFER_BYTES),
       };
       const frame = await this.#call(header, [Buffer.from(request.stdin ?? '')], timeoutMs);
       if (typeof frame === 'string') return this.#lost(frame, performance.now() - started);
@@ -406,7 +420,9 @@ export class BubblewrapSandbox implements Sandbox {
 
   readFile(path: string, limit = DEFAULT_READ_LIMIT): Promise<Uint8Array> {
     return this.#enqueue(async () => {
-      const frame = await this.#fileCall('read', path, { limit });
+      const frame = await this.#fileCall('read', path, {
+        limit: Math.min(limit, MAX_TRANSFER_BYTES),
+      });
       return new Uint8Array(frameParts(frame)[0]!);
     });
   }
@@ -473,9 +489,9 @@ export class BubblewrapSandbox implements Sandbox {
 
   /** Every volatile layer of the stack is copied to disk, the upper one last: it names the others. */
   async #freezeDurable(): Promise<LayerId> {
-    const { registry } = this.#host;
-    const weight = registry.weight(this.#stack);
-    if (this.#stack.length >= SQUASH_DEPTH || weight.bytes > this.spec.diskBytes / 2) {
+    const { registry, supervisor } = this.#host;
+    const heavy = registry.weight(this.#stack).bytes > this.spec.diskBytes / 2;
+    if (heavy || this.#stack.length >= SQUASH_DEPTH || !supervisor.ready.stackable) {
       const whole = await this.#copy({ merged: true }, [], false);
       await this.#mount([whole], { discard: this.#upper });
       return whole.durable;

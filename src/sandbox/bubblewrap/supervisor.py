@@ -12,7 +12,6 @@ As root it runs in the initial user namespace and gives each sandbox a uid of it
 maps the caller to root of a new user namespace, and overlays use `userxattr`.
 """
 
-import ctypes
 import errno
 import fcntl
 import json
@@ -22,180 +21,37 @@ import shutil
 import signal
 import socket
 import stat
-import struct
 import sys
 import time
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
-MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 2, 4, 32, 4096, 16384
-MS_PRIVATE, MS_SHARED = 1 << 18, 1 << 20
-MNT_DETACH = 2
-SYS_OPEN_TREE, SYS_MOVE_MOUNT, SYS_MOUNT_SETATTR = 428, 429, 442
-AT_FDCWD, AT_EMPTY_PATH = -100, 0x1000
-OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
-MOVE_MOUNT_F_EMPTY_PATH = 4
-MOUNT_ATTR_IDMAP = 0x00100000
-PR_SET_PDEATHSIG = 1
+# Isolated mode (-I) leaves this folder out.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from layercopy import copy_layer  # noqa: E402
+from mounts import (  # noqa: E402
+    CLONE_NEWNS,
+    CLONE_NEWUSER,
+    LIBC,
+    MS_BIND,
+    MS_NODEV,
+    MS_NOSUID,
+    MS_PRIVATE,
+    MS_REC,
+    MS_REMOUNT,
+    MS_SHARED,
+    PR_SET_PDEATHSIG,
+    check,
+    die_with,
+    fork_bound,
+    mount,
+    mount_mapped,
+    unmount,
+    user_namespace,
+)
+
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
 UID_BLOCK = 1024
 MAX_LINE = 16 * 1024 * 1024
-
-
-def check(result, what):
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, "%s: %s" % (what, os.strerror(code)))
-    return result
-
-
-def mount(source, target, kind, flags, data=None):
-    encode = lambda text: None if text is None else text.encode()
-    check(
-        LIBC.mount(encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)),
-        "mount %s" % target,
-    )
-
-
-def unmount(target):
-    """Detaches: a process that still holds a file there cannot keep the mount in the tree."""
-    if LIBC.umount2(target.encode(), MNT_DETACH) < 0:
-        code = ctypes.get_errno()
-        if code not in (errno.EINVAL, errno.ENOENT):
-            raise OSError(code, "umount %s" % target)
-
-
-def user_namespace(inside, outside):
-    """A descriptor of a user namespace that maps `inside` to `outside`, for an id-mapped mount."""
-    ready, go = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.write(ready[1], b"1" if LIBC.unshare(CLONE_NEWUSER) == 0 else b"0")
-        os.read(go[0], 1)
-        os._exit(0)
-    try:
-        if os.read(ready[0], 1) != b"1":
-            raise OSError(errno.EPERM, "unshare of a user namespace")
-        for name in ("uid_map", "gid_map"):
-            with open("/proc/%d/%s" % (pid, name), "w") as file:
-                file.write("%d %d 1" % (inside, outside))
-        return os.open("/proc/%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.write(go[1], b"1")
-        for end in ready + go:
-            os.close(end)
-        os.waitpid(pid, 0)
-
-
-def mount_mapped(source, target, namespace):
-    """Binds `source` at `target` with the id mapping of a user namespace's descriptor."""
-    tree = check(
-        LIBC.syscall(SYS_OPEN_TREE, AT_FDCWD, source.encode(), OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC),
-        "open_tree",
-    )
-    try:
-        attributes = struct.pack("QQQQ", MOUNT_ATTR_IDMAP, 0, 0, namespace)
-        check(
-            LIBC.syscall(SYS_MOUNT_SETATTR, tree, b"", AT_EMPTY_PATH, attributes, len(attributes)),
-            "mount_setattr",
-        )
-        check(
-            LIBC.syscall(SYS_MOVE_MOUNT, tree, b"", AT_FDCWD, target.encode(), MOVE_MOUNT_F_EMPTY_PATH),
-            "move_mount",
-        )
-    finally:
-        os.close(tree)
-
-
-def copy_layer(source, target, uid):
-    """Copies a frozen layer with its whiteouts and overlay attributes. Returns (bytes, inodes).
-
-    The tree was written by a guest: nothing is followed, and nothing but files, directories, links,
-    pipes and whiteouts is taken."""
-    links = {}
-    total = inodes = 0
-
-    def attributes(src, dst):
-        for name in os.listxattr(src, follow_symlinks=False):
-            if name.startswith(("trusted.overlay.", "user.")):
-                # origin names an inode of the old file system
-                if not name.endswith("overlay.origin"):
-                    value = os.getxattr(src, name, follow_symlinks=False)
-                    os.setxattr(dst, name, value, follow_symlinks=False)
-
-    def finish(src, dst, info):
-        os.lchown(dst, uid, uid)
-        if not stat.S_ISLNK(info.st_mode):
-            attributes(src, dst)
-            os.chmod(dst, stat.S_IMODE(info.st_mode))
-        os.utime(dst, ns=(info.st_atime_ns, info.st_mtime_ns), follow_symlinks=False)
-
-    def walk(src, dst):
-        nonlocal total, inodes
-        os.mkdir(dst, 0o700)
-        inodes += 1
-        with os.scandir(src) as entries:
-            for entry in entries:
-                a, b = src + b"/" + entry.name, dst + b"/" + entry.name
-                info = entry.stat(follow_symlinks=False)
-                kind = stat.S_IFMT(info.st_mode)
-                if kind == stat.S_IFDIR:
-                    walk(a, b)
-                    continue
-                if info.st_nlink > 1 and kind == stat.S_IFREG:
-                    first = links.setdefault(info.st_ino, b)
-                    if first != b:
-                        os.link(first, b, follow_symlinks=False)
-                        continue
-                inodes += 1
-                if kind == stat.S_IFREG:
-                    total += info.st_blocks * 512
-                    copy_file(a, b, info.st_size)
-                elif kind == stat.S_IFLNK:
-                    os.symlink(os.readlink(a), b)
-                elif kind == stat.S_IFIFO:
-                    os.mkfifo(b)
-                elif kind == stat.S_IFCHR and info.st_rdev == 0:
-                    os.mknod(b, stat.S_IFCHR | 0o000, 0)
-                else:
-                    continue
-                finish(a, b, info)
-        finish(src, dst, os.lstat(src))
-
-    walk(os.fsencode(source), os.fsencode(target))
-    return total, inodes
-
-
-def copy_file(source, target, size):
-    """Holes stay holes, so a sparse file cannot fill the disk it is copied to."""
-    src = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    dst = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        position = 0
-        while position < size:
-            try:
-                start = os.lseek(src, position, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:
-                    break
-                raise
-            end = os.lseek(src, start, os.SEEK_HOLE)
-            os.lseek(src, start, os.SEEK_SET)
-            os.lseek(dst, start, os.SEEK_SET)
-            while start < end:
-                chunk = os.read(src, min(1 << 20, end - start))
-                if not chunk:
-                    break
-                view = memoryview(chunk)
-                while view:
-                    view = view[os.write(dst, view):]
-                start += len(chunk)
-            position = max(end, position + 1)
-        os.ftruncate(dst, size)
-    finally:
-        os.close(src)
-        os.close(dst)
 
 
 class Supervisor:
@@ -215,14 +71,18 @@ class Supervisor:
         os.close(gate)
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
-        self.idmap = self.root and self.probe_idmap()
+        self.idmap = self.root and self.probe_idmap("empty") and self.probe_idmap("layers")
+        self.stackable = self.probe_layers()
         self.probe_overlay()
+        self.discarded = 0
+        self.janitor = self.start_janitor()
         self.listen()
         self.ready = {
             "root": self.root,
             "firstUid": self.first_uid,
             "uids": UID_BLOCK if self.root else 0,
             "idmap": self.idmap,
+            "stackable": self.stackable,
             "cleaned": cleaned,
             "pid": os.getpid(),
         }
@@ -259,7 +119,9 @@ class Supervisor:
             except (OSError, ValueError, KeyError):
                 cgroups = []
             for cgroup in cgroups:
-                remove_cgroup(cgroup)
+                # The record lies in a folder that others may write to: nothing but groups of ours.
+                if cgroup == "/sys/fs/cgroup" + os.path.normpath(cgroup[14:]) and cgroup.endswith("/longhaul-" + name):
+                    remove_cgroup(cgroup)
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
             cleaned += 1
@@ -315,12 +177,13 @@ class Supervisor:
         mount(None, BASE, None, MS_SHARED)
         os.chdir(BASE)
 
-    def probe_idmap(self):
-        """Whether a tmpfs can be id-mapped (kernel 6.3), so that forks can have uids of their own."""
+    def probe_idmap(self, source):
+        """Whether the file system can be id-mapped (tmpfs: kernel 6.3; not overlayfs, so not in many
+        containers), so that forks can have uids of their own."""
         os.mkdir("probe-idmap")
         try:
             namespace = user_namespace(0, self.first_uid)
-            mount_mapped("empty", "probe-idmap", namespace)
+            mount_mapped(source, "probe-idmap", namespace)
             os.close(namespace)
             unmount("probe-idmap")
             return True
@@ -328,6 +191,20 @@ class Supervisor:
             return False
         finally:
             os.rmdir("probe-idmap")
+
+    def probe_layers(self):
+        """Whether the layer folder's file system holds whiteouts and overlay attributes. Where it does
+        not (overlayfs in a container), a durable layer holds the whole workspace."""
+        path = "layers/partial-%s-probe" % os.path.basename(self.owner_dir)
+        os.mkdir(path, 0o700)
+        try:
+            os.mknod(path + "/w", stat.S_IFCHR, 0)
+            os.setxattr(path, ("trusted" if self.root else "user") + ".overlay.opaque", b"y")
+            return True
+        except OSError:
+            return False
+        finally:
+            shutil.rmtree(path)
 
     def overlay(self, lower, upper, work, target):
         options = "lowerdir=%s,upperdir=%s,workdir=%s,volatile,index=off,metacopy=off" % (
@@ -348,7 +225,9 @@ class Supervisor:
             os.rmdir("probe/m/d")
             os.mkdir("probe/m/d")
             if os.listdir("probe/m/d"):
-                raise OSError(errno.EIO, "overlay does not hide lower files")
+                raise OSError(errno.EIO, "a removed file shows again")
+        except OSError as error:
+            raise OSError(error.errno, "overlay layers do not work here: %s" % error)
         finally:
             unmount("probe/m")
             unmount("probe")
@@ -433,21 +312,51 @@ class Supervisor:
                 if error.errno != errno.EINVAL:
                     raise  # EINVAL: more is in use already, which is a limit too
 
+    def start_janitor(self):
+        """A child that deletes trees, so that a large one holds up no request."""
+        read, write = os.pipe()
+        if fork_bound() == 0:
+            os.close(write)
+            rest = b""
+            while chunk := os.read(read, 65536):
+                *paths, rest = (rest + chunk).split(b"\0")
+                for path in paths:
+                    shutil.rmtree(path, ignore_errors=True)
+            os._exit(0)
+        os.close(read)
+        return write
+
     def discard(self, path):
-        """Removes a tree without holding up the next request: moved aside, then deleted by a child."""
+        """Moves a tree aside, out of the way of its successor, and has it deleted."""
         if not os.path.lexists(path):
             return
-        aside = "%s.gone%d" % (path, os.getpid())
+        self.discarded += 1
+        aside = "%s.gone%d" % (path, self.discarded)
         os.rename(path, aside)
-        self.work(lambda: shutil.rmtree(aside, ignore_errors=True), lambda _: None)
+        try:
+            os.write(self.janitor, aside.encode() + b"\0")
+        except BrokenPipeError:
+            os.close(self.janitor)
+            self.janitor = self.start_janitor()
+            os.write(self.janitor, aside.encode() + b"\0")
 
     def op_discard(self, request):
         self.discard("s%s/d/%s" % (request["sid"], request["name"]))
 
+    def op_forget(self, request):
+        """Removes durable layers. Renamed first, so that a half-removed one is never found."""
+        for layer in request["layers"]:
+            aside = "layers/partial-%s-%s" % (os.path.basename(self.owner_dir), layer)
+            try:
+                os.rename("layers/" + layer, aside)
+            except FileNotFoundError:
+                continue  # another process was faster
+            self.discard(aside)
+
     def work(self, job, done):
         """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""
         read, write = os.pipe()
-        pid = os.fork()
+        pid = fork_bound()
         if pid == 0:
             try:
                 result = {"ok": job()}
@@ -527,7 +436,8 @@ class Supervisor:
         os.rmdir(top)
 
     def op_bare(self, request):
-        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
+        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to.
+        Answers with the bytes that files hold."""
         top = "s%s" % request["sid"]
         unmount(top + "/ws")
         unmount(top + "/tmp")
@@ -535,6 +445,9 @@ class Supervisor:
         if sandbox["tmp"]:
             self.discard(sandbox["tmp"])
         sandbox["tmp"] = None
+        info = os.statvfs(top + "/d")
+        self.answer({"id": request["id"], "ok": (info.f_blocks - info.f_bfree) * info.f_frsize})
+        return NotImplemented
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
@@ -546,7 +459,8 @@ class Supervisor:
     def launch(self, connection, request):
         sandbox = self.sandboxes[request["sid"]]
         err_read, err_write = os.pipe()
-        pid = os.fork()
+        supervisor = os.getpid()
+        pid = fork_bound()
         if pid == 0:
             try:
                 # Standard streams and the filter's descriptor 3 survive, nothing else does.
@@ -565,6 +479,7 @@ class Supervisor:
                     os.setgroups([])
                     os.setresgid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
                     os.setresuid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
+                    die_with(supervisor)  # the change of uid took it back
                 # An empty environment: pid 1's is readable inside as /proc/1/environ.
                 os.execve(self.config["bwrap"], request["argv"], {})
             except BaseException as error:
@@ -580,14 +495,18 @@ class Supervisor:
         connection.close()
 
     def read_errors(self, sandbox):
-        if sandbox["fd"] < 0:
-            return  # closed by `reap`, for an event of the same round
-        try:
-            chunk = os.read(sandbox["fd"], 65536)
-        except BlockingIOError:
-            return
-        sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
-        if not chunk:
+        """Keeps the end of what bubblewrap and the agent say; guests never have this descriptor."""
+        while sandbox["fd"] >= 0:
+            try:
+                chunk = os.read(sandbox["fd"], 65536)
+            except BlockingIOError:
+                return
+            sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
+            if not chunk:
+                self.close_errors(sandbox)
+
+    def close_errors(self, sandbox):
+        if sandbox["fd"] >= 0:
             self.selector.unregister(sandbox["fd"])
             os.close(sandbox["fd"])
             sandbox["fd"] = -1
@@ -611,8 +530,8 @@ class Supervisor:
             sandbox = self.children.pop(pid, None)
             if sandbox:
                 sandbox["pid"] = 0
-                if sandbox["fd"] >= 0:
-                    self.read_errors(sandbox)
+                self.read_errors(sandbox)
+                self.close_errors(sandbox)
                 self.answer({
                     "event": "exit",
                     "sid": sandbox["sid"],
@@ -632,7 +551,7 @@ class Supervisor:
         try:
             result = getattr(self, "op_" + request["op"])(request)
             if result is NotImplemented:
-                return  # answered later by a worker
+                return  # answered by the operation itself, or later by a worker
             self.answer({"id": request["id"], "ok": True})
         except OSError as error:
             self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
@@ -691,6 +610,7 @@ class Supervisor:
         """Every sandbox's pid 1 dies with its bwrap; the namespace's mounts go with the last process."""
         for pid in [*self.children, *self.workers]:
             os.kill(pid, signal.SIGKILL)
+        os.close(self.janitor)
         try:
             while True:
                 os.waitpid(-1, 0)
@@ -715,6 +635,7 @@ def remove_cgroup(path):
 
 
 def main():
+    # The owner's own death before this line shows as the end of input.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; Ctrl-C reaches the whole group
     line = b""

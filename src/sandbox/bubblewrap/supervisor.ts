@@ -19,6 +19,8 @@ export interface SupervisorReady {
   firstUid: number;
   uids: number;
   idmap: boolean;
+  /** Whether durable layers can stand on each other; otherwise each holds the whole workspace. */
+  stackable: boolean;
   /** Owners that had crashed and whose leftovers were removed. */
   cleaned: number;
   pid: number;
@@ -109,7 +111,7 @@ export class Supervisor {
 
     const child = spawn(
       options.python,
-      ['-I', '-S', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
+      ['-I', '-S', '-B', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
       { stdio: ['pipe', 'pipe', 'pipe'], env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' }, cwd: '/' },
     );
     let stderr = '';
@@ -261,11 +263,11 @@ function removeGroups(host: CgroupHost, owner: string): boolean {
   return all;
 }
 
-/** What a person does about a supervisor that could not start. */
+/** What a person does about a supervisor or a bubblewrap that could not start. */
 export function adviseOn(message: string): string {
-  if (/unshare|new namespaces|uid_map|setgroups|mount .*Operation not permitted/i.test(message))
-    return 'Allow user namespaces for this user (Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Debian: `sysctl kernel.unprivileged_userns_clone=1`), or run as root.';
   if (/overlay/i.test(message))
     return 'Load the overlay module (`modprobe overlay`) on a kernel of 6.6 or later, or run as root.';
+  if (/namespace|uid_map|setgroups|mount .*(not permitted|denied)/i.test(message))
+    return 'Allow user namespaces (Ubuntu 24.04: `sysctl kernel.apparmor_restrict_unprivileged_userns=0`; Debian: `sysctl kernel.unprivileged_userns_clone=1`); in a container, run it with CAP_SYS_ADMIN and without its seccomp profile.';
   return 'Run `longhaul doctor` to see what this machine lacks.';
 }

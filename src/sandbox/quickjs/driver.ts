@@ -95,6 +95,10 @@ export class QuickJsDriver implements SandboxDriver {
         'CapabilityMissing',
         'QuickJS sandboxes have no image and no network',
       );
+    if (full.cpus < 1)
+      throw new LonghaulError('CapabilityMissing', 'QuickJS sandboxes take a whole core or none', {
+        next: 'Ask for one cpu, or use bubblewrap with control groups.',
+      });
     const files = from === undefined ? new Map() : this.#files(from);
     return new QuickJsSandbox(full, files, this.#processes, {
       save: (each, durable) => (durable ? this.#saveDurable(each) : this.#save(each)),

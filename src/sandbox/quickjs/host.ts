@@ -170,11 +170,13 @@ async function runGuarded(
   } catch (error) {
     module = null;
     const text = `the interpreter failed: ${messageOf(error)}\n`;
-    const memory = /memory/i.test(text);
+    // Seen when a runtime that was interrupted in the middle of its jobs is taken down.
+    const late = performance.now() - started >= snippet.timeoutMs;
+    const memory = !late && /memory/i.test(text);
     const bytes = Buffer.from(text).toString('base64');
     return {
-      cause: memory ? 'out_of_memory' : 'exited',
-      code: memory ? null : 1,
+      cause: late ? 'timeout' : memory ? 'out_of_memory' : 'exited',
+      code: late || memory ? null : 1,
       stdout: { head: '', tail: '', total: 0 },
       stderr: { head: bytes, tail: '', total: text.length },
       ms: performance.now() - started,

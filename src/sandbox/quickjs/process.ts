@@ -27,7 +27,7 @@ function readable(): string[] {
   }
 }
 
-export type SnippetOutcome = SnippetAnswer | { died: string };
+type SnippetOutcome = SnippetAnswer | { died: string };
 
 /** A process with the interpreter; runs one batch at a time. */
 class SnippetProcess {

@@ -98,7 +98,7 @@ def passes(cases):
     )
     try:
         results = json.loads(out)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return code == 0 and results == [expected for _, expected in cases]
 

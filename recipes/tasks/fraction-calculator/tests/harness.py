@@ -3,7 +3,9 @@
 It runs as the same user as this verifier, so:
 - expected answers live in the memory of this process only: `take_over` deletes /tests, and makes the
   memory unreadable to other processes;
-- whatever a program leaves running is killed before the next step, and before the reward is written.
+- whatever a program leaves running is killed before the next step, and before the reward is written;
+- a program that takes away the disk, the memory or the directories that the verifier needs is at fault
+  itself. The verifier then ends by a signal, which is graded as such. Exiting would leave it ungraded.
 """
 
 import ctypes
@@ -13,6 +15,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 
@@ -24,6 +27,7 @@ REWARD = "/logs/verifier/reward.json"
 
 def take_over():
     """Call once, after everything needed from /tests was loaded."""
+    sys.excepthook = blame
     libc = ctypes.CDLL(None, use_errno=True)
     for option, value in ((PR_SET_DUMPABLE, 0), (PR_SET_CHILD_SUBREAPER, 1)):
         if libc.prctl(option, value, 0, 0, 0) != 0:
@@ -31,6 +35,13 @@ def take_over():
     for name in os.listdir("/tests"):
         path = os.path.join("/tests", name)
         shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+
+
+def blame(kind, error, trace):
+    sys.__excepthook__(kind, error, trace)
+    sys.stderr.flush()
+    if issubclass(kind, (OSError, MemoryError)):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run(argv, stdin="", timeout=10, cwd="/workspace"):
@@ -62,16 +73,12 @@ def run(argv, stdin="", timeout=10, cwd="/workspace"):
 
 
 def kill_descendants():
-    """Orphans become children of this process (a subreaper), however deep they were started.
-
-    Work that starts processes faster than they can be killed takes the verifier with it: ended by a
-    signal is graded as the work's own fault, while running out of time would not be graded at all.
-    """
+    """Orphans become children of this process (a subreaper), however deep they were started."""
     me = os.getpid()
     deadline = time.monotonic() + 10
     while True:
         if time.monotonic() > deadline:
-            os.kill(me, signal.SIGKILL)
+            raise OSError("processes are started faster than they can be killed")
         with open(f"/proc/{me}/task/{me}/children") as file:
             children = [int(pid) for pid in file.read().split()]
         if not children:

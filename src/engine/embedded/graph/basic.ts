@@ -111,14 +111,6 @@ export function transpose(g: Graph, x: Value, perm: readonly number[]): Value {
   return y;
 }
 
-/** Cuts along an axis into pieces of the given sizes. */
-export function split(g: Graph, x: Value, axis: number, sizes: readonly number[]): Value[] {
-  const shapes = sizes.map((size) => x.shape.map((dim, i) => (i === axis ? size : dim)));
-  const ys = g.emitMany('Split', [x, g.constant(sizes, [sizes.length], 'int64')], shapes, { axis });
-  g.record([x], ys, (dys) => [g.emit('Concat', dys, x.shape, { axis })]);
-  return ys;
-}
-
 /** Repeats each slice of an axis `times` times in place: [a, b] becomes [a, a, b, b]. */
 export function repeatEach(g: Graph, x: Value, axis: number, times: number): Value {
   const size = x.shape[axis] as number;

@@ -189,7 +189,8 @@ export function gradients(graph: Graph, loss: Value, wrt: readonly Value[]): Val
       const gradient = inputGradients[i];
       if (!needs[i] || !gradient) continue;
       const sum = found.get(value.name);
-      found.set(value.name, sum ? graph.emit('Add', [sum, gradient], value.shape) : gradient);
+      // `Sum`, not `Add`: ONNX Runtime folds it into the GEMM that made one of the two.
+      found.set(value.name, sum ? graph.emit('Sum', [sum, gradient], value.shape) : gradient);
     }
   }
   return wrt.map((value) => {

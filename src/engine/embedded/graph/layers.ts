@@ -60,7 +60,8 @@ export function linear(g: Graph, x: Value, weight: Value): Value {
 
 /**
  * y = x · r · weight, r = 1 / sqrt(mean(x²) + eps), over the last axis of x [N, D] (Zhang and
- * Sennrich 2019). With x̂ = x·r and h = dy·weight: dx = r·(h − x̂·mean(h·x̂)), dweight = Σ dy·x̂.
+ * Sennrich 2019). With x̂ = x·r and h = dy·weight: dx = r·(h − x̂·mean(h·x̂)), dweight = Σ dy·x̂; the
+ * mean is a GEMV of dy·x̂ with the weight.
  */
 export function rmsNorm(g: Graph, x: Value, weight: Value, eps: number): Value {
   const column = [x.shape[0] as Dim, 1];
@@ -71,16 +72,17 @@ export function rmsNorm(g: Graph, x: Value, weight: Value, eps: number): Value {
   }) as [Value, Value];
   g.record([x, weight], [y], ([dy], needs) => {
     const unit = g.emit('Mul', [x, r], x.shape);
+    const scaled = g.emit('Mul', [dy!, unit], x.shape);
     let dx: Value | null = null;
     if (needs[0]) {
+      const width = weight.shape[0] as number;
+      const weightColumn = g.emit('Reshape', [weight, g.shapeOf([width, 1])], [width, 1]);
+      const alpha = { alpha: { float: 1 / width } };
+      const mean = g.emit('Gemm', [scaled, weightColumn], column, alpha);
       const h = g.emit('Mul', [dy!, weight], x.shape);
-      const products = g.emit('Mul', [h, unit], x.shape);
-      const lastAxis = g.constant([1], [1], 'int64');
-      const mean = g.emit('ReduceMean', [products, lastAxis], column, { keepdims: 1 });
       const along = g.emit('Mul', [unit, mean], x.shape);
       dx = g.emit('Mul', [g.emit('Sub', [h, along], x.shape), r], x.shape);
     }
-    const scaled = g.emit('Mul', [dy!, unit], x.shape);
     const firstAxis = g.constant([0], [1], 'int64');
     const dweight = needs[1]
       ? g.emit('ReduceSum', [scaled, firstAxis], weight.shape, { keepdims: 0 })
@@ -133,6 +135,11 @@ export function rope(g: Graph, x: Value, positions: Value, table: RotaryTable): 
   return y;
 }
 
+/** a·bᵀ over the last two axes; no backward rule of its own. */
+export function matMulTransposed(g: Graph, a: Value, b: Value, shape: readonly Dim[]): Value {
+  return g.emit('FusedMatMul', [a, b], shape, { transB: 1 }, MICROSOFT);
+}
+
 /**
  * softmax(q·kᵀ + mask)·v for q, k, v [rows, heads, length, headDim] and an additive mask that
  * broadcasts to the scores. With P the probabilities, O the result, dP = dO·vᵀ and
@@ -142,7 +149,7 @@ export function rope(g: Graph, x: Value, positions: Value, table: RotaryTable): 
 export function attention(g: Graph, q: Value, k: Value, v: Value, mask: Value): Value {
   const [rows, heads, length] = q.shape as [Dim, Dim, Dim];
   const square = [rows, heads, length, k.shape[2] as Dim];
-  const scores = g.emit('FusedMatMul', [q, k], square, { transB: 1 }, MICROSOFT);
+  const scores = matMulTransposed(g, q, k, square);
   const masked = g.emit('Add', [scores, mask], square);
   const p = g.emit('Softmax', [masked], square, { axis: -1 });
   const y = g.emit('MatMul', [p, v], q.shape);
@@ -152,7 +159,7 @@ export function attention(g: Graph, q: Value, k: Value, v: Value, mask: Value): 
     const delta = g.emit('ReduceSum', [overlap, lastAxis], [rows, heads, length, 1], {
       keepdims: 1,
     });
-    const dp = g.emit('FusedMatMul', [dy!, v], square, { transB: 1 }, MICROSOFT);
+    const dp = matMulTransposed(g, dy!, v, square);
     const ds = g.emit('Mul', [p, g.emit('Sub', [dp, delta], square)], square);
     return [
       g.emit('MatMul', [ds, k], q.shape),
@@ -164,27 +171,20 @@ export function attention(g: Graph, q: Value, k: Value, v: Value, mask: Value): 
 }
 
 /**
- * silu(gate)·up for x = [gate | up] of shape [N, 2F] (Shazeer 2020). With s = sigmoid(gate):
+ * silu(gate)·up, element-wise (Shazeer 2020). With s = sigmoid(gate):
  * dgate = dy·up·(s + gate·s·(1 − s)), dup = dy·gate·s.
  */
-export function swiglu(g: Graph, x: Value): Value {
-  const [count, double] = x.shape as [Dim, number];
-  const shape = [count, double / 2];
-  const sizes = g.constant([double / 2, double / 2], [2], 'int64');
-  const [gate, up] = g.emitMany('Split', [x, sizes], [shape, shape], { axis: 1 }) as [Value, Value];
+export function swiglu(g: Graph, gate: Value, up: Value): Value {
+  const { shape } = gate;
   const s = g.emit('Sigmoid', [gate], shape);
   const silu = g.emit('Mul', [gate, s], shape);
   const y = g.emit('Mul', [silu, up], shape);
-  g.record([x], [y], ([dy]) => {
+  g.record([gate, up], [y], ([dy]) => {
     // s + gate·s·(1 − s) = s + silu − silu·s
-    const slope = g.emit(
-      'Sub',
-      [g.emit('Add', [s, silu], shape), g.emit('Mul', [silu, s], shape)],
-      shape,
-    );
+    const sum = g.emit('Add', [s, silu], shape);
+    const slope = g.emit('Sub', [sum, g.emit('Mul', [silu, s], shape)], shape);
     const dgate = g.emit('Mul', [g.emit('Mul', [dy!, up], shape), slope], shape);
-    const dup = g.emit('Mul', [dy!, silu], shape);
-    return [g.emit('Concat', [dgate, dup], x.shape, { axis: 1 })];
+    return [dgate, g.emit('Mul', [dy!, silu], shape)];
   });
   return y;
 }
