@@ -4,8 +4,8 @@ import {
   type ArtifactStore,
   type Clock,
   isGraded,
+  type NewEvent,
   type RunKind,
-  type RunLog,
   type RunSpec,
   type Trajectory,
 } from '../core/index.ts';
@@ -157,15 +157,29 @@ export interface RolloutStore {
   write(rollouts: readonly Rollout[]): Promise<void>;
 }
 
-/** Writes rollouts to the log of hosted runs: the same runs, the same events, created at once. */
-export function logRollouts(log: Pick<RunLog, 'create'>, artifacts: ArtifactStore): RolloutStore {
+/**
+ * Writes rollouts to the log of hosted runs, in one batch: the same runs with the same events.
+ *
+ * @param log a run log that also takes whole finished runs
+ */
+export function logRollouts(log: FinishedRuns, artifacts: ArtifactStore): RolloutStore {
   return {
     async write(rollouts) {
-      for (const run of rollouts) {
-        await run.artifacts.flush(artifacts);
-        const events = run.events.slice(1).map(({ type, data }) => ({ type, data }));
-        await log.create(run.runId, run.spec, events as Parameters<RunLog['create']>[2]);
-      }
+      for (const run of rollouts) await run.artifacts.flush(artifacts);
+      await log.writeRuns(
+        rollouts.map(({ runId, spec, events }) => ({
+          runId,
+          spec,
+          events: events.slice(1).map(({ type, data }) => ({ type, data }) as NewEvent),
+        })),
+      );
     },
   };
+}
+
+/** `events` come after `run.created`, which comes from the spec. */
+interface FinishedRuns {
+  writeRuns(
+    runs: readonly { runId: string; spec: RunSpec; events: readonly NewEvent[] }[],
+  ): Promise<void>;
 }
