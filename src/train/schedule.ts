@@ -26,7 +26,7 @@ export interface Schedule {
 }
 
 /** Reference machine: two cores of 2020; a slower one takes longer, the steps stay. */
-const SECONDS = { overhead: 90, warmupStep: 0.2, grpoStep: 1.6 } as const;
+const SECONDS = { overhead: 80, warmupStep: 0.11, grpoStep: 1.25 } as const;
 
 /**
  * The schedule of a time budget. Steps are counted, not timed, so that equal options give equal
@@ -36,13 +36,13 @@ const SECONDS = { overhead: 90, warmupStep: 0.2, grpoStep: 1.6 } as const;
  */
 export function scheduleFor(minutes: number, language: Language): Schedule {
   const seconds = Math.max(60, minutes * 60 - SECONDS.overhead);
-  const warmupSeconds = Math.min(150, seconds * 0.4);
+  const warmupSeconds = Math.min(300, seconds * 0.42);
   const grpoSteps = Math.round((seconds - warmupSeconds) / SECONDS.grpoStep);
   return {
     model: {
       vocabSize: tinyRenderer.vocabSize,
       dim: 128,
-      layers: 4,
+      layers: 2,
       heads: 4,
       kvHeads: 4,
       ffnDim: 344,
@@ -59,7 +59,7 @@ export function scheduleFor(minutes: number, language: Language): Schedule {
       learningRate: 3e-3,
       rampSteps: 20,
     },
-    grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 3e-4, discount: 0 },
+    grpo: { steps: grpoSteps, groups: 16, groupSize: 8, learningRate: 7e-4, discount: 0 },
     supervisedPerGrpo: SECONDS.grpoStep / SECONDS.warmupStep,
     evaluation: { auditTasks: 160, tasks: 832, validationTasks: 416 },
     validateEvery: Math.max(1, Math.ceil(grpoSteps / 5)),
