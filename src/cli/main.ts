@@ -206,7 +206,7 @@ function build(): Command {
   program
     .command('bench')
     .description('measure figures against their bars')
-    .argument('<room>', 'skeleton or engine')
+    .argument('<room>', 'skeleton, engine or quickstart')
     .argument('[row]', 'one row of it')
     .action(
       command(async (platform, [room = '', row]) =>

@@ -9,6 +9,9 @@ import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
 import type { Output } from './output.ts';
 
+/** Threads that a model of a few million parameters can use. */
+const MOST_THREADS = 4;
+
 /** The concrete parts behind one command, opened when first asked for and closed together. */
 export class Platform {
   readonly home: string;
@@ -60,11 +63,18 @@ export class Platform {
     }
   }
 
-  /** Trainer and sampler take turns in the quickstart, so each may use every core. */
+  /**
+   * Trainer and sampler take turns, so each may use every core, up to where small models stop gaining.
+   * Samplers of one thread each give equal seeds equal tokens, whatever else is in their batch.
+   */
   engine(): Engine {
     if (this.#engine === null) {
-      const threads = availableParallelism();
-      const engine = createEmbeddedEngine({ trainerThreads: threads, samplerThreads: threads });
+      const cores = Math.min(MOST_THREADS, availableParallelism());
+      const engine = createEmbeddedEngine({
+        trainerThreads: cores,
+        samplerThreads: 1,
+        samplerReplicas: cores,
+      });
       this.#closers.push(() => engine.close());
       this.#engine = engine;
     }

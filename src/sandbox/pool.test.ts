@@ -1,6 +1,8 @@
 import { setTimeout as sleep } from 'node:timers/promises';
-import { describe, expect, test } from 'vitest';
+import { describe, expect, test, vi } from 'vitest';
 import { Pool } from './pool.ts';
+
+const WAIT_MS = 20_000;
 
 class Member {
   healthy = true;
@@ -43,11 +45,9 @@ describe('pool', () => {
   test('hands out the warm one and refills', async () => {
     const { pool } = setUp({ warm: 2 });
     pool.prepare('a');
-    await sleep(30);
-    expect(pool.ready('a')).toBe(2);
+    await vi.waitFor(() => expect(pool.ready('a')).toBe(2), WAIT_MS);
     await pool.acquire('a');
-    await sleep(30);
-    expect(pool.ready('a')).toBe(2);
+    await vi.waitFor(() => expect(pool.ready('a')).toBe(2), WAIT_MS);
     expect(pool.live).toBe(3);
     await pool.close();
   });
@@ -85,13 +85,12 @@ describe('pool', () => {
     expect(pool.live).toBe(0);
     const { pool: other } = setUp({ warm: 1, maxLive: 1 });
     other.prepare('a');
-    await sleep(30);
+    await vi.waitFor(() => expect(other.ready('a')).toBe(1), WAIT_MS);
     const first = await other.acquire('a');
     expect(first.healthy).toBe(true);
     await first.stop();
     other.prepare('a');
-    await sleep(30);
-    expect(other.ready('a')).toBe(1);
+    await vi.waitFor(() => expect(other.ready('a')).toBe(1), WAIT_MS);
     expect(alive()).toBe(0);
     await Promise.all([pool.close(), other.close()]);
   });
@@ -99,8 +98,7 @@ describe('pool', () => {
   test('idle members make way for another spec', async () => {
     const { pool } = setUp({ warm: 1, maxLive: 1 });
     pool.prepare('a');
-    await sleep(30);
-    expect(pool.ready('a')).toBe(1);
+    await vi.waitFor(() => expect(pool.ready('a')).toBe(1), WAIT_MS);
     await pool.acquire('b');
     expect(pool.ready('a')).toBe(0);
     await pool.close();
@@ -109,12 +107,9 @@ describe('pool', () => {
   test('only the specs asked for last stay warm', async () => {
     const { pool, alive } = setUp({ maxLive: 20 });
     for (const key of ['a', 'b', 'c', 'd', 'e', 'f']) pool.prepare(key);
-    await sleep(50);
-    expect(['a', 'b', 'c', 'd', 'e', 'f'].map((key) => pool.ready(key))).toEqual([
-      0, 0, 1, 1, 1, 1,
-    ]);
-    expect(alive()).toBe(4);
-    expect(pool.live).toBe(4);
+    const ready = () => ['a', 'b', 'c', 'd', 'e', 'f'].map((key) => pool.ready(key));
+    await vi.waitFor(() => expect(ready()).toEqual([0, 0, 1, 1, 1, 1]), WAIT_MS);
+    await vi.waitFor(() => expect([alive(), pool.live]).toEqual([4, 4]), WAIT_MS);
     await pool.close();
   });
 

@@ -1,12 +1,17 @@
 import { cpus, release, totalmem } from 'node:os';
 import { engine } from '../../../bench/engine.ts';
+import { quickstartBench } from '../../../bench/quickstart.ts';
 import type { Row, RowGroup } from '../../../bench/row.ts';
 import { skeleton } from '../../../bench/skeleton/index.ts';
 import { LonghaulError } from '../../core/index.ts';
 import { style } from '../output.ts';
 import type { Platform } from '../platform.ts';
 
-const BENCHES: Record<string, readonly RowGroup[]> = { skeleton, engine };
+const BENCHES: Record<string, readonly RowGroup[]> = {
+  skeleton,
+  engine,
+  quickstart: quickstartBench,
+};
 
 /** `longhaul bench ROOM [ROW]`: one document with every row, its bar and whether it held. */
 export async function bench(platform: Platform, room: string, only?: string): Promise<number> {

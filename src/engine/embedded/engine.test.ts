@@ -134,6 +134,32 @@ describe('the embedded engine', () => {
     }
   });
 
+  it('gives a request the same bits with any number of samplers behind the handle', async () => {
+    const requests = sequences(30).map((ids, i) => ({
+      prompt: ids.slice(0, 8),
+      maxTokens: 12,
+      stopTokens: [0],
+      sampling: { temperature: 1, seed: i },
+    }));
+    const results = [];
+    for (const samplerReplicas of [1, 2, 3]) {
+      const engine = createEmbeddedEngine({ samplerReplicas, dir: root });
+      engines.push(engine);
+      const trainer = await engine.createTrainer({ config: CONFIG, seed: 5 });
+      const sampler = await engine.sampler(await trainer.publish());
+      await train(trainer, sequences(10).map(datum), 2);
+      await sampler.load(await trainer.publish());
+      results.push({
+        sampled: await sampler.sample(requests),
+        scored: await sampler.logprobs(requests.map((request) => request.prompt)),
+        none: await sampler.sample([]),
+      });
+    }
+    expect(results[0]!.sampled).toHaveLength(30);
+    expect(results[1]).toEqual(results[0]);
+    expect(results[2]).toEqual(results[0]);
+  });
+
   it('goes on from a checkpoint as if never interrupted', async () => {
     const data = sequences(6).map(datum);
     const engine = engineOf();

@@ -14,6 +14,7 @@ import type {
   Trainer,
 } from '../contract.ts';
 import type { SessionOptions } from './graph/session.ts';
+import { replicated } from './replicas.ts';
 import { WorkerClient } from './rpc.ts';
 import type { SamplerSource } from './sampler-worker.ts';
 import type { TrainerSource } from './trainer-worker.ts';
@@ -26,6 +27,8 @@ export interface EmbeddedEngineOptions {
    * whatever else is decoded beside it; with more, they may differ by rounding.
    */
   samplerThreads?: number;
+  /** Samplers behind each handle, which share the requests of a call (default 1). */
+  samplerReplicas?: number;
   /** Idle threads spin: up to a fifth faster on a machine of one's own (default false). */
   spinning?: boolean;
   /** Folder that relative checkpoint paths start from (default: the working directory). */
@@ -46,7 +49,13 @@ interface Published {
  * own, so that both can overlap. Weights pass from trainer to sampler in memory.
  */
 export function createEmbeddedEngine(options: EmbeddedEngineOptions = {}): Engine {
-  const { trainerThreads = 1, samplerThreads = 1, spinning = false, dir = '.' } = options;
+  const {
+    trainerThreads = 1,
+    samplerThreads = 1,
+    samplerReplicas = 1,
+    spinning = false,
+    dir = '.',
+  } = options;
   const published = new Map<string, Published>();
   const open = new Set<{ close(): Promise<void> }>();
   let trainers = 0;
@@ -95,7 +104,11 @@ export function createEmbeddedEngine(options: EmbeddedEngineOptions = {}): Engin
 
     async sampler(from) {
       const session = { threads: samplerThreads, spinning };
-      const sampler = await EmbeddedSampler.start(find(from), session, find);
+      const start = () => EmbeddedSampler.start(find(from), session, find);
+      const sampler = replicated([
+        await start(),
+        ...(await Promise.all(Array.from({ length: samplerReplicas - 1 }, start))),
+      ]);
       open.add(sampler);
       return sampler;
     },

@@ -82,6 +82,8 @@ export class BubblewrapSandbox implements Sandbox {
   #uppers = 0;
   #diskBytes = 0;
   #oomSeen = 0;
+  /** The last command ran out of memory: the agent may have been killed just after it answered. */
+  #oomBefore = false;
 
   constructor(options: {
     id: string;
@@ -230,12 +232,13 @@ export class BubblewrapSandbox implements Sandbox {
     }, limitMs + GRACE_MS);
     try {
       const frame = await channel.call(header, parts);
+      this.#oomBefore = false;
       this.#followDisk(Number(frame.header.disk));
       return frame;
     } catch (error) {
       if (this.#stopping) throw this.#break('the sandbox was stopped');
       const exit = await this.#ended(5000);
-      const oom = this.#newOomKills() > 0;
+      const oom = this.#newOomKills() > 0 || this.#oomBefore;
       if (!oom && !late) {
         const detail = exit
           ? exit.stderr.trim().split('\n').at(-1) || `exit ${exit.status}`
@@ -288,6 +291,7 @@ export class BubblewrapSandbox implements Sandbox {
       raw.cause !== 'timeout' &&
       (raw.signal === osConstants.signals.SIGKILL || raw.code === KILLED_CODE);
     const oom = raws.some(killed) && this.#newOomKills() > 0;
+    this.#oomBefore = oom;
     return raws.map((raw, index) => {
       const [head, tail, errHead, errTail] = parts.slice(index * 4, index * 4 + 4);
       return {
@@ -411,7 +415,10 @@ export class BubblewrapSandbox implements Sandbox {
     fields: Record<string, unknown>,
     parts: Uint8Array[] = [],
   ): Promise<Frame> {
-    const frame = await this.#call({ op, path, ...fields }, parts, DEFAULT_EXEC_TIMEOUT_MS);
+    const attempt = () => this.#call({ op, path, ...fields }, parts, DEFAULT_EXEC_TIMEOUT_MS);
+    let frame = await attempt();
+    // The agent was lost to what ran before, and is new now: file calls can be repeated.
+    if (typeof frame === 'string') frame = await attempt();
     if (typeof frame === 'string')
       throw new LonghaulError('FileRefused', `${JSON.stringify(path)}: ended by ${frame}`);
     this.#guestError(frame, path);
