@@ -26,7 +26,7 @@ export interface Schedule {
 }
 
 /** Reference machine: two cores of 2020; a slower one takes longer, the steps stay. */
-const SECONDS = { overhead: 80, warmupStep: 0.11, grpoStep: 1.25 } as const;
+const SECONDS = { overhead: 70, warmupStep: 0.1, grpoStep: 0.85 } as const;
 
 /**
  * The schedule of a time budget. Steps are counted, not timed, so that equal options give equal
@@ -36,7 +36,7 @@ const SECONDS = { overhead: 80, warmupStep: 0.11, grpoStep: 1.25 } as const;
  */
 export function scheduleFor(minutes: number, language: Language): Schedule {
   const seconds = Math.max(60, minutes * 60 - SECONDS.overhead);
-  const warmupSeconds = Math.min(300, seconds * 0.42);
+  const warmupSeconds = Math.min(300, seconds * 0.5);
   const grpoSteps = Math.round((seconds - warmupSeconds) / SECONDS.grpoStep);
   return {
     model: {
