@@ -184,7 +184,7 @@ async function controlRows(home: string, control: string): Promise<Row[]> {
   ];
 }
 
-/** Rows of `longhaul bench quickstart`: about seven minutes each on two cores, so name the one you want. */
+/** Rows of `longhaul bench quickstart`: about six minutes each on two cores, so name the one you want. */
 export const quickstartBench: readonly RowGroup[] = [
   ...SEEDS.map((seed) => ({
     names: ['tasks', 'start', 'first', 'greedy', 'fall', 'wall', 'memory'].map(

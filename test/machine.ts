@@ -17,7 +17,7 @@ function runs(command: string, ...args: string[]): boolean {
   return spawnSync(command, args, { stdio: 'ignore' }).status === 0;
 }
 
-export const llamaCache = join(repository, '.cache', 'llama');
+const llamaCache = join(repository, '.cache', 'llama');
 
 export const NEEDS: readonly Need[] = [
   {
@@ -35,7 +35,9 @@ export const NEEDS: readonly Need[] = [
   {
     name: 'a small local model (node-llama-cpp + SmolLM2)',
     without: 'the tests of the llama-cpp driver with a real model',
-    present: () => existsSync(join(llamaCache, 'ready')),
+    present: () =>
+      existsSync(join(llamaCache, 'SmolLM2-135M-Instruct.Q4_1.gguf')) &&
+      existsSync(join(llamaCache, 'node_modules', 'node-llama-cpp')),
     install: () => [process.execPath, join(repository, 'test', 'setup-llama.ts')],
   },
 ];

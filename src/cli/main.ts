@@ -5,7 +5,7 @@ import { Output } from './output.ts';
 import { Platform } from './platform.ts';
 
 /** Leaves a margin to ten minutes on a loaded machine. */
-const DEFAULT_MINUTES = 7;
+const DEFAULT_MINUTES = 6;
 
 /** Exit codes: 0 done, 1 the work failed, 2 wrong usage, 3 environment or infrastructure. */
 export async function main(argv: readonly string[]): Promise<void> {

@@ -10,7 +10,7 @@ export class TrainingView {
   readonly #output: Output;
   readonly #live = process.stderr.isTTY === true;
   #lineIsOpen = false;
-  #lastLine = 0;
+  #lastLine = Number.NEGATIVE_INFINITY;
   #stageStarted = performance.now();
 
   constructor(output: Output) {

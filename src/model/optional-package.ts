@@ -13,12 +13,7 @@ export async function importOptional(
   install: string,
   folders: readonly string[],
 ): Promise<Record<string, unknown>> {
-  try {
-    return await load(name);
-  } catch (error) {
-    if (!isMissing(error, name)) throw broken(name, install, error);
-  }
-  for (const folder of folders) {
+  for (const folder of [import.meta.dirname, ...folders]) {
     let path: string;
     try {
       path = createRequire(join(folder, 'package.json')).resolve(name);
@@ -38,14 +33,6 @@ export async function importOptional(
 
 async function load(specifier: string): Promise<Record<string, unknown>> {
   return (await import(specifier)) as Record<string, unknown>;
-}
-
-function isMissing(error: unknown, name: string): boolean {
-  return (
-    error instanceof Error &&
-    (error as NodeJS.ErrnoException).code === 'ERR_MODULE_NOT_FOUND' &&
-    error.message.includes(`'${name}'`)
-  );
 }
 
 function broken(name: string, install: string, cause: unknown): LonghaulError {

@@ -258,7 +258,7 @@ describe('what a person gets wrong', () => {
       'an unknown provider',
       ['run', task('wrangle-logs'), '--model', 'opnai/gpt'],
       2,
-      'ModelUnknown',
+      'ConfigInvalid',
     ],
     ['a run that does not exist', ['show', '01ARZ3NDEKTSV4RRFFQ69G5FAV'], 2, 'NotFound'],
   ])('%s', async (_, args, code, error) => {
