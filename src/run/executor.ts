@@ -45,6 +45,8 @@ export interface RunContext {
 
 const MODEL_ATTEMPTS = 6;
 const SANDBOX_ATTEMPTS = 3;
+/** A tool ends itself at its limit; one that has not by then hangs, and so does its sandbox. */
+const TOOL_GRACE_MS = 10_000;
 
 /**
  * Drives a run to its end or to a pause, and returns its last state. Each call is logged as intended
@@ -261,7 +263,11 @@ async function callTool(
         idempotencyKey: key,
         signal,
       };
-      const result = await orAbort(runCall(tools, call, toolContext), signal);
+      const deadline = clock.now() + (tool?.timeoutMs ?? 0) + TOOL_GRACE_MS;
+      const result = await orAbort(
+        orOverdue(runCall(tools, call, toolContext), call.tool, deadline, clock),
+        signal,
+      );
       await journal.append([
         {
           type: 'tool.completed',
@@ -413,6 +419,22 @@ class Workplace {
 
 function interrupted(): LonghaulError {
   return new LonghaulError('Interrupted', 'the run was interrupted and keeps its state');
+}
+
+/** Settles with the work, or fails as a broken sandbox when it is still going on at the deadline. */
+async function orOverdue<T>(
+  work: Promise<T>,
+  tool: string,
+  deadline: number,
+  clock: Clock,
+): Promise<T> {
+  const settled = new AbortController();
+  work.finally(() => settled.abort()).catch(() => {});
+  const overdue = clock.sleep(deadline - clock.now(), settled.signal).then((): never => {
+    throw new LonghaulError('SandboxBroken', `${tool} did not answer within its limit`);
+  });
+  overdue.catch(() => {});
+  return Promise.race([work, overdue]);
 }
 
 /** Settles with the work, or as soon as the signal aborts; work left behind may end unheard. */

@@ -286,6 +286,15 @@ describe('a rollout', () => {
     expect(played.reward).toMatchObject({ value: null, reason: 'SandboxBroken: gone' });
   });
 
+  it('whose tool never answers is ungraded instead of waiting for ever', async () => {
+    const hangs: Tool = { ...payment([]), effect: 'none', run: () => new Promise(() => {}) };
+    const played = await play(pays, [hangs]);
+    expect(played.reward).toMatchObject({
+      value: null,
+      reason: 'SandboxBroken: pay did not answer within its limit',
+    });
+  });
+
   it('that reaches its limit is graded as far as it came', async () => {
     const played = await play(pays, [payment([])], { modelCalls: 1 });
     expect(played.reward).toMatchObject({ value: 0 });

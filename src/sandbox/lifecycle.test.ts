@@ -455,3 +455,12 @@ test('QuickJS: memory and stack bombs end the snippet, not the process; no Node 
   expect((await run('print("still here")')).stdout).toBe('still here\n');
   await driver.close();
 });
+
+test('QuickJS refuses a snippet after the driver is closed instead of waiting for a process', async () => {
+  const driver = await QuickJsDriver.open({ dir: join(home, 'quickjs'), processes: 1 });
+  const sandbox = await driver.create();
+  await driver.close();
+  await expect(
+    sandbox.runCode([{ language: 'javascript', source: 'print(1)' }]),
+  ).rejects.toMatchObject({ code: 'SandboxBroken' });
+});

@@ -110,7 +110,7 @@ export class SnippetProcesses {
   }
 
   async #acquire(): Promise<SnippetProcess> {
-    while (this.#idle.length === 0 && this.#count >= this.#limit)
+    while (!this.#closed && this.#idle.length === 0 && this.#count >= this.#limit)
       await new Promise<void>((resolve) => this.#waiting.push(resolve));
     if (this.#closed) throw new LonghaulError('SandboxBroken', 'the sandbox driver is closed');
     const idle = this.#idle.pop();
