@@ -29,7 +29,8 @@ export function openHome(path: string): string {
 export function secretsOf(env: NodeJS.ProcessEnv): string[] {
   return Object.entries(env)
     .filter(
-      ([name, value]) => value && /(_|^)(API_?KEY|TOKEN|SECRET|PASSWORD|DATABASE_URL)$/i.test(name),
+      ([name, value]) =>
+        value && /(KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|DATABASE_URL)$/i.test(name),
     )
     .map(([, value]) => value as string);
 }

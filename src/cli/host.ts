@@ -59,7 +59,9 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
   const store = await platform.store();
   const model = await openModel(platform, spec.model);
   const interrupt = onInterrupt(() =>
-    output.say('\nstopping after this call; Ctrl-C again ends at once (the log stays whole)'),
+    output.say(
+      '\nstopping: the call in progress is cut off, and resume decides what becomes of it (Ctrl-C again ends at once; the log stays whole)',
+    ),
   );
   try {
     const narrate = narrator(output);
@@ -71,6 +73,7 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
       sandboxes: driver,
       artifacts: store.artifacts,
       clock: systemClock,
+      redactor: platform.redactor,
       worker: platform.worker,
       signal: interrupt.signal,
       saveWorkspace: true,

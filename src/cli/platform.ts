@@ -16,6 +16,7 @@ const MOST_THREADS = 4;
 export class Platform {
   readonly home: string;
   readonly output: Output;
+  readonly redactor = new Redactor(secretsOf(process.env));
   readonly worker = `${hostname()}:${process.pid}`;
   readonly #closers: (() => Promise<void>)[] = [];
   #store: Promise<Store> | null = null;
@@ -31,7 +32,7 @@ export class Platform {
     this.#store ??= this.#open(
       openStore({
         home: this.home,
-        redactor: new Redactor(secretsOf(process.env)),
+        redactor: this.redactor,
         ...(process.env.DATABASE_URL ? { databaseUrl: process.env.DATABASE_URL } : {}),
       }),
     );
@@ -48,13 +49,15 @@ export class Platform {
     return this.#sandboxes;
   }
 
-  /**
-   * Whether a worker is certainly gone: it ran on this machine, against the embedded store that only this
-   * machine reaches, and its process no longer exists.
-   */
+  /** Whether a run's worker is certainly gone: only the embedded store's workers are all on this machine. */
   isDead(worker: string): boolean {
+    return !process.env.DATABASE_URL && this.isGone(worker);
+  }
+
+  /** Whether a process of this machine, written `HOST:PID`, no longer exists. */
+  isGone(worker: string): boolean {
     const [machine, pid] = worker.split(':');
-    if (process.env.DATABASE_URL || machine !== hostname()) return false;
+    if (machine !== hostname()) return false;
     try {
       process.kill(Number(pid), 0);
       return false;

@@ -114,6 +114,11 @@ export const ERROR_CODES = {
     next: 'Update Longhaul to the version that wrote this store, or use another home folder.',
   },
   DiskFull: { class: 'pause', status: 507, next: 'Free disk space, then resume.' },
+  RolloutsFailed: {
+    class: 'pause',
+    status: 503,
+    next: 'Run `longhaul doctor`, mend what it names, then go on with `longhaul train --resume`.',
+  },
   GraderFailed: {
     class: 'terminal',
     status: 502,

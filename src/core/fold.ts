@@ -11,6 +11,8 @@ export interface LedgerCall {
   input: unknown;
   effect: Effect;
   requestedSeq: number;
+  requestedAt: string;
+  timeoutMs: number;
   state: 'requested' | 'done' | 'failed' | 'unknown';
   /** What resume decided for an unknown call. `ask` waits for a person. */
   resolution: 'repeat' | 'rolled_back' | 'ask' | null;
@@ -146,6 +148,8 @@ export function apply(state: RunState | null, event: Event): RunState {
         input: event.data.input,
         effect: event.data.effect,
         requestedSeq: event.seq,
+        requestedAt: event.at,
+        timeoutMs: event.data.timeoutMs,
         state: 'requested',
         resolution: null,
         answer: null,

@@ -15,6 +15,7 @@ import {
   LonghaulError,
   type Message,
   type NewEvent,
+  type Redactor,
   type Reward,
   type RunState,
   type Tool,
@@ -34,6 +35,8 @@ export interface RunContext {
   sandboxes: Pick<SandboxDriver, 'create'>;
   artifacts: ArtifactStore;
   clock: Clock;
+  /** The journal's own. Prompts are made of what it let through. */
+  redactor: Redactor;
   worker: string;
   leaseToken: number;
   /** Aborted with reason `stop` when a stop waits in the inbox, with anything else to pause the run. */
@@ -160,14 +163,19 @@ async function callModel(context: RunContext, step: number, firstAttempt: number
         signal,
       );
       const { tokens, ...rest } = completion;
-      const message = withUniqueCallIds(completion.message, journal.state, step);
+      const named = withUniqueCallIds(completion.message, journal.state, step);
+      // The ids of a secret are the secret: what is redacted keeps no tokens and cannot be trained on.
+      const message = context.redactor.json(named);
+      const clean = message === named;
       await journal.append([
         {
           type: 'model.completed',
           data: {
             callId,
-            completion: { ...rest, message },
-            ...(tokens ? { tokens: await context.artifacts.put(encodeTokens(tokens)) } : {}),
+            completion: { ...rest, message, provenance: clean ? rest.provenance : 'none' },
+            ...(tokens && clean
+              ? { tokens: await context.artifacts.put(encodeTokens(tokens)) }
+              : {}),
             latencyMs: clock.now() - startedAt,
           },
         },
@@ -187,10 +195,9 @@ async function callModel(context: RunContext, step: number, firstAttempt: number
         { type: 'model.failed', data: { callId, error: error.toJSON(), willRetry } },
       ]);
       if (!willRetry) throw error;
-      await orAbort(
-        clock.sleep(error.retryAfterMs ?? Math.min(30_000, 500 * 2 ** (tries - 1)), signal),
-        signal,
-      );
+      await clock.sleep(error.retryAfterMs ?? Math.min(30_000, 500 * 2 ** (tries - 1)), signal);
+      if (signal.aborted && signal.reason === 'stop') return;
+      if (signal.aborted) throw interrupted();
     }
   }
 }
@@ -294,20 +301,32 @@ async function callTool(
       await journal.append([
         { type: 'tool.failed', data: { callId: call.callId, error: error.toJSON() } },
       ]);
-      const repeatable = effect !== 'once' && (effect !== 'workspace' || context.saveWorkspace);
+      const repeatable = effect !== 'once' && (context.saveWorkspace || untouched(journal.state));
       if (error.class !== 'retryable' || !repeatable || tries >= SANDBOX_ATTEMPTS) throw error;
       await workplace.reopen();
     }
   }
 }
 
-/** A `once` call that may have happened: its tool knows, or a person must say. */
+/** Whether a fresh workspace is as good as the one that was lost: no call of the run may have changed it. */
+function untouched(state: RunState): boolean {
+  return [...state.ledger.values()].every((call) => call.effect !== 'workspace');
+}
+
+/**
+ * A `once` call that may have happened: its tool knows, or a person must say. Not before the old call's
+ * deadline, since until then it may still be going on.
+ */
 async function askTool(
   context: RunContext,
   call: ToolCall,
   tool: Tool | undefined,
   key: string,
 ): Promise<'assumeDone' | 'repeat'> {
+  const { clock, signal, journal } = context;
+  const entry = journal.state.ledger.get(call.callId);
+  const stillRuns = entry ? Date.parse(entry.requestedAt) + entry.timeoutMs - clock.now() : 0;
+  if (stillRuns > 0) await orAbort(clock.sleep(stillRuns, signal), signal);
   const status = (await tool?.status?.(key)) ?? 'unknown';
   if (status === 'done') return 'assumeDone';
   if (status === 'absent') return 'repeat';
@@ -353,7 +372,7 @@ function ending(
 async function recordFailure(context: RunContext, error: LonghaulError): Promise<void> {
   const { journal, session } = context;
   const { kind } = journal.state.spec;
-  if (kind === 'hosted' && (error.class === 'pause' || error.class === 'retryable')) {
+  if (kind === 'hosted' && error.class !== 'terminal') {
     await journal.append([{ type: 'run.paused', data: { error: error.toJSON() } }]);
     return;
   }

@@ -2,6 +2,7 @@ import { ulid } from 'ulid';
 import {
   type Answer,
   type Budget,
+  type Clock,
   type Event,
   fold,
   isFinal,
@@ -13,10 +14,8 @@ import {
   type RunState,
 } from '../core/index.ts';
 import { execute, type RunContext } from './executor.ts';
-import { LogJournal } from './journal.ts';
+import { LEASE_TTL_MS, LogJournal } from './journal.ts';
 
-/** A dead worker's run is free again after this long. */
-export const LEASE_TTL_MS = 8_000;
 const HEARTBEAT_MS = 2_000;
 
 export interface HostedContext extends Omit<RunContext, 'journal' | 'leaseToken'> {
@@ -101,10 +100,18 @@ export async function stopRun(
   runId: string,
   worker: string,
   reason: string,
+  clock: Clock,
 ): Promise<'stopped' | 'asked'> {
   await log.post(runId, { key: `stop:${ulid()}`, signal: 'stop', data: { reason } });
-  const lease = await log.acquire(runId, worker, LEASE_TTL_MS);
-  if (lease === null) return 'asked';
+  // A worker that lets go without having seen the stop, or that is dead, leaves it to us.
+  let lease = await log.acquire(runId, worker, LEASE_TTL_MS);
+  for (const until = clock.now() + LEASE_TTL_MS + 1_000; lease === null; ) {
+    const row = await log.row(runId);
+    if (row !== null && isFinal(row.status)) return 'stopped';
+    if (clock.now() > until) return 'asked';
+    await clock.sleep(250);
+    lease = await log.acquire(runId, worker, LEASE_TTL_MS);
+  }
   try {
     const state = fold(await log.read(runId));
     if (!isFinal(state.status)) {
@@ -154,10 +161,11 @@ export async function forkRun(
   const events = await log.read(parentId);
   if (events.length === 0) throw new LonghaulError('NotFound', `there is no run ${parentId}`);
   const kept = eventsUntil(events, atStep);
-  const parent = fold(events.slice(0, 1)).spec;
+  const parent = fold(kept).spec;
   const atSeq = kept.at(-1)?.seq ?? 1;
   const spec: RunSpec = {
     ...parent,
+    kind: 'hosted',
     model: change.model ?? parent.model,
     seed: change.seed ?? parent.seed,
     budget: { ...parent.budget, ...change.budget },

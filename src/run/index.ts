@@ -4,7 +4,6 @@ export {
   createRun,
   forkRun,
   type HostedContext,
-  LEASE_TTL_MS,
   runHosted,
   stopRun,
 } from './hosted.ts';

@@ -5,11 +5,16 @@ import {
   type Event,
   fold,
   type Lease,
+  LonghaulError,
   type NewEvent,
+  type Redactor,
   type RunLog,
   type RunSpec,
   type RunState,
 } from '../core/index.ts';
+
+/** A dead worker's run is free again after this long. */
+export const LEASE_TTL_MS = 8_000;
 
 /** A run's log as its executor sees it: append, and the state that follows. */
 export interface Journal {
@@ -53,9 +58,20 @@ export class LogJournal implements Journal {
   }
 
   async append(events: readonly NewEvent[]): Promise<void> {
-    for (const event of await this.#log.append(this.#lease, events)) {
+    for (const event of await this.#appendHeld(events)) {
       this.#state = apply(this.#state, event);
       this.#onEvent(event, this.#state);
+    }
+  }
+
+  /** A lease that ran out while the machine slept, and that nobody took, is still ours. */
+  async #appendHeld(events: readonly NewEvent[]): Promise<Event[]> {
+    try {
+      return await this.#log.append(this.#lease, events);
+    } catch (error) {
+      if (!(error instanceof LonghaulError) || error.code !== 'LeaseLost') throw error;
+      await this.#log.renew(this.#lease, LEASE_TTL_MS);
+      return this.#log.append(this.#lease, events);
     }
   }
 
@@ -81,11 +97,13 @@ export class MemoryJournal implements Journal {
   readonly events: Event[] = [];
   readonly #runId: string;
   readonly #clock: Clock;
+  readonly #redactor: Redactor;
   #state: RunState | null = null;
 
-  constructor(runId: string, spec: RunSpec, clock: Clock) {
+  constructor(runId: string, spec: RunSpec, clock: Clock, redactor: Redactor) {
     this.#runId = runId;
     this.#clock = clock;
+    this.#redactor = redactor;
     this.#push({ type: 'run.created', data: spec });
   }
 
@@ -101,7 +119,7 @@ export class MemoryJournal implements Journal {
 
   #push(event: NewEvent): void {
     const stored = {
-      ...event,
+      ...this.#redactor.event(event),
       runId: this.#runId,
       seq: this.events.length + 1,
       at: new Date(this.#clock.now()).toISOString(),

@@ -52,7 +52,7 @@ export async function rollout(
   spec: RunSpec,
   context: Omit<RunContext, 'journal' | 'artifacts' | 'leaseToken' | 'saveWorkspace'>,
 ): Promise<Rollout> {
-  const journal = new MemoryJournal(runId, spec, context.clock);
+  const journal = new MemoryJournal(runId, spec, context.clock, context.redactor);
   const artifacts = new MemoryArtifacts();
   const state = await execute({
     ...context,

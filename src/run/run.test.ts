@@ -6,7 +6,14 @@ import { afterAll, afterEach, beforeAll, describe, expect, it } from 'vitest';
 import { z } from 'zod';
 import { type ChatServer, type Scenario, startChatServer } from '../../test/chat-server/server.ts';
 import type { AgentDefinition } from '../agent/index.ts';
-import { fold, LonghaulError, type NewEvent, type RunSpec, type Tool } from '../core/index.ts';
+import {
+  fold,
+  LonghaulError,
+  type NewEvent,
+  Redactor,
+  type RunSpec,
+  type Tool,
+} from '../core/index.ts';
 import type { TaskSession } from '../env/contract.ts';
 import { resolveModel } from '../model/index.ts';
 import type { SandboxDriver } from '../sandbox/contract.ts';
@@ -16,8 +23,8 @@ import { answerRun, createRun, type HostedContext, rollout, runHosted, stopRun }
 
 const clock = {
   now: () => Date.now(),
-  // Back-off is not waited out: what is tested is what happens after it.
-  sleep: () => new Promise<void>((resolve) => setTimeout(resolve, 1)),
+  // Nothing is waited out: what is tested is what happens after it. A tool's limit is longer than a back-off.
+  sleep: (ms: number) => new Promise<void>((resolve) => setTimeout(resolve, ms > 10_000 ? 500 : 1)),
 };
 
 let home: string;
@@ -103,6 +110,7 @@ async function context(scenario: Scenario, tools: Tool[]): Promise<HostedContext
     sandboxes: driver,
     artifacts: store.artifacts,
     clock,
+    redactor: new Redactor(['secret-of-the-test']),
     worker: 'test:1',
     signal: new AbortController().signal,
     saveWorkspace: false,
@@ -219,6 +227,85 @@ describe('a hosted run', () => {
     expect(await runHosted(runId, hosted)).toMatchObject({ status: 'succeeded' });
   });
 
+  it('is stopped while it waits to try a failing model again', async () => {
+    const hosted = await context({ turns: [{ error: { status: 503 } }] }, []);
+    const runId = await createRun(store.log, spec());
+    const calls = new AbortController();
+    const waiting = {
+      now: () => Date.now(),
+      sleep: async () => {
+        await store.log.post(runId, { key: 'stop', signal: 'stop', data: { reason: 'enough' } });
+        calls.abort('stop');
+      },
+    };
+    const state = await runHosted(runId, { ...hosted, clock: waiting, signal: calls.signal });
+    expect(state).toMatchObject({ status: 'cancelled', summary: 'enough' });
+  });
+
+  it('keeps a lease that ran out while nobody took it', async () => {
+    const hosted = await context(pays, [
+      {
+        ...payment([]),
+        run: async (_, { runId }) => {
+          await store.log.evict(runId, 'test:1');
+          return { output: 'paid' };
+        },
+      },
+    ]);
+    const runId = await createRun(store.log, spec());
+    expect(await runHosted(runId, hosted)).toMatchObject({ status: 'succeeded', error: null });
+  });
+
+  it('pauses, and does not fail, where its workspace cannot be opened', async () => {
+    const hosted = await context(pays, [payment([])]);
+    const runId = await createRun(store.log, spec());
+    const lost = {
+      create: async () => {
+        throw new LonghaulError('NotFound', 'no such layer');
+      },
+    };
+    const paused = await runHosted(runId, { ...hosted, sandboxes: lost });
+    expect(paused).toMatchObject({ status: 'paused', error: { code: 'NotFound' } });
+    expect((await runHosted(runId, hosted)).status).toBe('succeeded');
+  });
+
+  it('keeps no tokens of an answer in which something was redacted', async () => {
+    const hosted = await context({ turns: [] }, []);
+    const answers = (content: string): HostedContext['model'] => ({
+      ref: 'exact/model',
+      complete: async () => ({
+        message: { role: 'assistant', content },
+        finishReason: 'stop',
+        usage: { inputTokens: 1, outputTokens: 1 },
+        provenance: 'exact',
+        tokens: {
+          promptIds: [1],
+          ids: [2],
+          logprobs: [-1],
+          logprobKind: 'raw',
+          sampling: { temperature: 1 },
+          versionSpans: [{ start: 0, version: 'v' }],
+          tokenizerHash: 't',
+          rendererHash: 'r',
+        },
+      }),
+    });
+    const completed = async (content: string) => {
+      const runId = await createRun(store.log, spec());
+      await runHosted(runId, { ...hosted, model: answers(content) });
+      const events = await store.log.read(runId);
+      return events.find((event) => event.type === 'model.completed')?.data;
+    };
+    expect(await completed('secret-of-the-test')).toMatchObject({
+      completion: { provenance: 'none', message: { content: '[redacted:secret]' } },
+    });
+    expect(await completed('secret-of-the-test')).not.toHaveProperty('tokens');
+    expect(await completed('plain')).toMatchObject({
+      completion: { provenance: 'exact' },
+      tokens: { bytes: expect.any(Number) },
+    });
+  });
+
   it('takes a signal once though a crash left it in the inbox and in the log', async () => {
     const hosted = await context({ turns: [{ text: 'done' }] }, []);
     const runId = await createRun(store.log, spec());
@@ -243,7 +330,7 @@ describe('a hosted run', () => {
 
   it('that nobody has is stopped on the spot and its log says by whom', async () => {
     const runId = await createRun(store.log, spec());
-    expect(await stopRun(store.log, runId, 'person:1', 'enough')).toBe('stopped');
+    expect(await stopRun(store.log, runId, 'person:1', 'enough', clock)).toBe('stopped');
     const state = fold(await store.log.read(runId));
     expect(state).toMatchObject({ status: 'cancelled', summary: 'enough' });
     expect((await store.log.row(runId))?.status).toBe('cancelled');

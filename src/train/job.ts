@@ -1,4 +1,13 @@
-import { appendFile, mkdir, readFile, rename, rm, truncate, writeFile } from 'node:fs/promises';
+import {
+  appendFile,
+  mkdir,
+  open,
+  readFile,
+  rename,
+  rm,
+  truncate,
+  writeFile,
+} from 'node:fs/promises';
 import { join } from 'node:path';
 import { LonghaulError, type MetricSink } from '../core/index.ts';
 import type { Trainer } from '../engine/contract.ts';
@@ -125,7 +134,13 @@ export class Job<Spec, Results> {
 
   async #writeState(): Promise<void> {
     const file = join(this.folder, 'state.json');
-    await writeFile(`${file}.new`, `${JSON.stringify(this.state, null, 2)}\n`);
+    const draft = await open(`${file}.new`, 'w');
+    try {
+      await draft.writeFile(`${JSON.stringify(this.state, null, 2)}\n`);
+      await draft.sync();
+    } finally {
+      await draft.close();
+    }
     await rename(`${file}.new`, file);
   }
 }

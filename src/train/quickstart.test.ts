@@ -3,7 +3,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, describe, expect, it } from 'vitest';
-import { isFinal, type MetricSink } from '../core/index.ts';
+import { isFinal, type MetricSink, Redactor } from '../core/index.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import { engineModel, sampleAlone } from '../model/engine-model.ts';
 import { tinyRenderer } from '../model/render/tiny.ts';
@@ -61,6 +61,7 @@ describe.skipIf(opened instanceof Error)(`the quickstart ${reason}`, () => {
       sandboxes,
       folder: join(root, name),
       jobId: name,
+      redactor: new Redactor(),
       clock: { now: Date.now, sleep: (ms) => sleep(ms) },
       signal: stop.signal,
       onProgress: (event) => {

@@ -1,4 +1,4 @@
-import { type Clock, LonghaulError, type MetricSink, Rng } from '../core/index.ts';
+import { type Clock, LonghaulError, type MetricSink, type Redactor, Rng } from '../core/index.ts';
 import type { Engine, Sampler, Trainer } from '../engine/contract.ts';
 import type { Environment, TaskRef } from '../env/contract.ts';
 import { type AuditReport, auditPrograms } from '../env/programs/audit.ts';
@@ -72,6 +72,7 @@ export interface QuickstartDeps {
   folder: string;
   jobId: string;
   clock: Clock;
+  redactor: Redactor;
   /** Aborted on Ctrl-C: the present step is given up, a checkpoint written, `Interrupted` thrown. */
   signal: AbortSignal;
   onProgress: (event: QuickstartProgress) => void;
@@ -318,7 +319,7 @@ function newRunner(
   sampler: Sampler,
   environment: Environment,
 ): RolloutRunner {
-  const { sandboxes, clock, signal } = deps;
+  const { sandboxes, clock, redactor, signal } = deps;
   return new RolloutRunner({
     environment,
     sampler,
@@ -327,6 +328,7 @@ function newRunner(
     agent: programmer(spec.schedule.maxOutputTokens, { temperature: 1 }),
     modelRef: MODEL,
     clock,
+    redactor,
     signal,
     wave: WAVE,
     sandboxCount: SANDBOXES,

@@ -3,7 +3,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
-import { LonghaulError } from '../core/index.ts';
+import { LonghaulError, Redactor } from '../core/index.ts';
 import type { Sampler } from '../engine/contract.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import { drawTasks, programs } from '../env/programs/environment.ts';
@@ -56,6 +56,7 @@ async function withRunner<T>(
     sandboxes: driver,
     agent: programmer(60, { temperature: 1 }),
     modelRef: 'embedded/test',
+    redactor: new Redactor(),
     clock: { now: Date.now, sleep: (ms) => sleep(ms) },
     signal,
     wave: 16,

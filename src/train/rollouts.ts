@@ -4,7 +4,9 @@ import {
   type ArtifactStore,
   type Clock,
   isGraded,
+  LonghaulError,
   type NewEvent,
+  type Redactor,
   type RunKind,
   type RunSpec,
   type Trajectory,
@@ -40,6 +42,7 @@ export interface RolloutSettings {
   agent: RunContext['agent'];
   modelRef: string;
   clock: Clock;
+  redactor: Redactor;
   signal: AbortSignal;
   /** Episodes played at once; each wave is one lockstep batch. */
   wave: number;
@@ -92,6 +95,7 @@ export class RolloutRunner {
         )),
       );
       this.#settings.signal.throwIfAborted();
+      refuseFailed(played.slice(at));
     }
     return played;
   }
@@ -106,10 +110,12 @@ export class RolloutRunner {
     kind: RunKind,
     options: { temperature: number; tries?: number },
   ): Promise<Played> {
-    const { environment, renderer, sampler, agent, modelRef, clock, signal } = this.#settings;
+    const { environment, renderer, sampler, agent, modelRef, clock, redactor, signal } =
+      this.#settings;
+    const session = await environment.open(plan.task);
     const spec: RunSpec = {
       kind,
-      task: { name: `${plan.task.environment} ${plan.task.id}`, ref: JSON.stringify(plan.task) },
+      task: { name: session.name, ref: JSON.stringify(plan.task), hash: session.hash },
       agent: agent.name,
       model: { ref: modelRef },
       seed: plan.seed,
@@ -117,7 +123,7 @@ export class RolloutRunner {
     };
     return this.#lockstep.run(index, async (lane) => {
       const run = await rollout(ulid(), spec, {
-        session: await environment.open(plan.task),
+        session,
         agent: {
           ...agent,
           sampling: { temperature: options.temperature, seed: plan.seed },
@@ -130,12 +136,24 @@ export class RolloutRunner {
         }),
         sandboxes: this.#shared.forLane(lane),
         clock,
+        redactor,
         worker: 'trainer',
         signal,
       });
       return { rollout: run, trajectory: await trajectoryOf(run, plan) };
     });
   }
+}
+
+/** A machine that fails most rollouts teaches nothing: training on would end as a success without any. */
+function refuseFailed(wave: readonly Played[]): void {
+  const failed = wave.filter(({ rollout }) => !isGraded(rollout.reward));
+  if (failed.length * 4 <= wave.length * 3) return;
+  const { reward } = failed[0]!.rollout;
+  throw new LonghaulError(
+    'RolloutsFailed',
+    `the infrastructure failed ${failed.length} of ${wave.length} rollouts: ${isGraded(reward) ? '' : reward.reason}`,
+  );
 }
 
 /** An ungraded or inexact run keeps its place in its group, without tokens. */

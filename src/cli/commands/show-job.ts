@@ -1,5 +1,6 @@
 import { readFile } from 'node:fs/promises';
 import { join } from 'node:path';
+import { LonghaulError } from '../../core/index.ts';
 import type { JobRecord } from '../../store/index.ts';
 import type { QuickstartResults, QuickstartSpec } from '../../train/index.ts';
 import { duration } from '../output.ts';
@@ -13,11 +14,26 @@ export async function findJob(platform: Platform, text: string): Promise<JobReco
   return (await jobs.list()).find((job) => job.id === wanted || job.id.endsWith(wanted)) ?? null;
 }
 
+async function readState(job: JobRecord, folder: string): Promise<string> {
+  try {
+    return await readFile(join(folder, 'state.json'), 'utf8');
+  } catch (error) {
+    throw new LonghaulError(
+      'NotFound',
+      `the job ${job.id} (${job.status}) has left nothing in ${folder}`,
+      {
+        next: 'It ended before its first step; start another with `npx longhaul train`.',
+        cause: error,
+      },
+    );
+  }
+}
+
 /** `longhaul show JOB`: where a training job stands, its curves, and what it measured. */
 export async function showJob(platform: Platform, job: JobRecord): Promise<number> {
   const { output, home } = platform;
   const folder = join(home, 'jobs', job.id);
-  const state = JSON.parse(await readFile(join(folder, 'state.json'), 'utf8')) as {
+  const state = JSON.parse(await readState(job, folder)) as {
     spec: QuickstartSpec;
     phase: string;
     step: number;

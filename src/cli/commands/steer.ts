@@ -1,6 +1,8 @@
-import { type Budget, fold, isFinal, LonghaulError } from '../../core/index.ts';
+import { type Budget, fold, isFinal, LonghaulError, type RunSpec } from '../../core/index.ts';
 import { answerRun, forkRun, stopRun } from '../../run/index.ts';
+import { systemClock } from '../clock.ts';
 import { host } from '../host.ts';
+import { openModel } from '../models.ts';
 import { type Platform, resolveRunId } from '../platform.ts';
 
 /** `longhaul resume RUN`: goes on where the log ends, after a crash or a pause. */
@@ -58,12 +60,14 @@ export async function fork(
   const store = await platform.store();
   const parentId = await resolveRunId(store, text);
   const parent = fold(await store.log.read(parentId));
-  const model = options.model
-    ? { ref: options.model, ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}) }
-    : undefined;
+  const model: RunSpec['model'] = {
+    ...(options.model ? { ref: options.model } : parent.spec.model),
+    ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}),
+  };
+  if (options.start) await openModel(platform, model);
   const child = await forkRun(store.log, parentId, options.at, {
     ...(options.message === undefined ? {} : { message: options.message }),
-    ...(model ? { model } : {}),
+    model,
     ...(options.seed === undefined ? {} : { seed: options.seed }),
   });
   platform.output.say(`run ${child.runId}: fork of ${parentId} after step ${options.at}`);
@@ -72,7 +76,7 @@ export async function fork(
     platform.output.say(`start  npx longhaul resume ${child.runId}`);
     return 0;
   }
-  return host(platform, child.runId, { ...parent.spec, ...(model ? { model } : {}) });
+  return host(platform, child.runId, { ...parent.spec, model });
 }
 
 /** `longhaul stop RUN`: the worker that has it ends it within seconds; without a worker it ends here. */
@@ -83,7 +87,7 @@ export async function stop(
 ): Promise<number> {
   const store = await platform.store();
   const runId = await resolveRunId(store, text);
-  const outcome = await stopRun(store.log, runId, platform.worker, options.reason);
+  const outcome = await stopRun(store.log, runId, platform.worker, options.reason, systemClock);
   platform.output.say(
     outcome === 'stopped' ? `run ${runId} is stopped` : `run ${runId}: its worker was told to stop`,
   );

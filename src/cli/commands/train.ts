@@ -1,6 +1,8 @@
+import { mkdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { ulid } from 'ulid';
 import { LonghaulError, type RunSpec } from '../../core/index.ts';
+import { programs } from '../../env/programs/environment.ts';
 import { createRun } from '../../run/index.ts';
 import type { JobRecord } from '../../store/index.ts';
 import {
@@ -17,6 +19,7 @@ import type { Platform } from '../platform.ts';
 import { report, TrainingView } from '../training-view.ts';
 
 const KIND = 'quickstart';
+const WORKER_FILE = 'worker';
 
 export interface TrainOptions {
   seed: number;
@@ -47,7 +50,6 @@ export async function train(
     options.resume === undefined ? null : await interruptedJob(platform, options.resume);
   const id = resumed?.id ?? ulid();
   const spec = { ...options, resume: undefined };
-  if (resumed === null) await store.jobs.create({ id, kind: KIND, spec });
   const wanted = (resumed?.spec ?? spec) as TrainOptions & { host?: boolean };
   output.say(
     `job ${id}${resumed ? ' goes on' : ''}: seed ${wanted.seed}, about ${wanted.minutes} minutes on two cores${wanted.control ? `, control ${wanted.control}` : ''}`,
@@ -58,7 +60,7 @@ export async function train(
   const interrupt = onInterrupt(() =>
     output.say('\nstopping; a checkpoint is written (Ctrl-C again ends at once)'),
   );
-  const folder = join(platform.home, 'jobs', id);
+  const folder = jobFolder(platform, id);
   let hosted = 0;
   const deps: QuickstartDeps = {
     engine: platform.engine(),
@@ -66,6 +68,7 @@ export async function train(
     folder,
     jobId: id,
     clock: systemClock,
+    redactor: platform.redactor,
     signal: interrupt.signal,
     metrics: store.metrics,
     rollouts: logRollouts(store.log, store.artifacts),
@@ -77,10 +80,11 @@ export async function train(
     },
     ...(wanted.host
       ? {
-          host: async ({ checkpoint, task }) => {
+          host: async ({ checkpoint, task, spec }) => {
+            const { name, hash } = await programs(spec.language).open(task);
             const run: RunSpec = {
               kind: 'hosted',
-              task: { name: `programs ${task.id}`, ref: JSON.stringify(task) },
+              task: { name, ref: JSON.stringify(task), hash },
               agent: 'programmer',
               model: { ref: `embedded/${checkpoint}` },
               seed: wanted.seed,
@@ -92,7 +96,10 @@ export async function train(
       : {}),
   };
   let results: QuickstartResults;
+  claim(platform, folder);
   try {
+    if (resumed === null) await store.jobs.create({ id, kind: KIND, spec });
+    else await store.jobs.update(id, { status: 'running' });
     results = await (resumed === null ? runQuickstart(wanted, deps) : resumeQuickstart(deps));
     await store.jobs.update(id, { status: 'succeeded', checkpoint: folder });
   } catch (error) {
@@ -104,6 +111,7 @@ export async function train(
         })
       : error;
   } finally {
+    rmSync(join(folder, WORKER_FILE), { force: true });
     view.close();
     interrupt.dispose();
   }
@@ -118,9 +126,36 @@ export async function train(
   return hosted;
 }
 
+const jobFolder = (platform: Platform, id: string) => join(platform.home, 'jobs', id);
+
+/** Two processes in one job would delete each other's checkpoints: its folder names the one that has it. */
+function claim(platform: Platform, folder: string): void {
+  mkdirSync(folder, { recursive: true });
+  const holder = holderOf(platform, folder);
+  if (holder !== null) {
+    throw new LonghaulError('ConfigInvalid', `the job is being trained by ${holder}`, {
+      next: `Wait for it, or stop that process; if it is gone, remove ${join(folder, WORKER_FILE)}.`,
+    });
+  }
+  rmSync(join(folder, WORKER_FILE), { force: true });
+  writeFileSync(join(folder, WORKER_FILE), platform.worker, { flag: 'wx' });
+}
+
+/** The process that trains a job now, or null. One that is certainly gone does not count. */
+function holderOf(platform: Platform, folder: string): string | null {
+  try {
+    const holder = readFileSync(join(folder, WORKER_FILE), 'utf8');
+    return platform.isGone(holder) ? null : holder;
+  } catch {
+    return null;
+  }
+}
+
 async function interruptedJob(platform: Platform, text: string): Promise<JobRecord> {
   const store = await platform.store();
-  const open = (await store.jobs.list({ kind: KIND })).filter((job) => job.status !== 'succeeded');
+  const open = (await store.jobs.list({ kind: KIND })).filter(
+    (job) => job.status !== 'succeeded' && holderOf(platform, jobFolder(platform, job.id)) === null,
+  );
   const job =
     text === 'last' ? open[0] : open.find((candidate) => candidate.id.endsWith(text.toUpperCase()));
   if (job === undefined) {

@@ -17,6 +17,10 @@ export function groupAdvantages(
 ): (number | null)[] {
   const graded = rewards.filter((reward) => reward !== null);
   if (graded.length < 2) return rewards.map(() => null);
+  // A mean of equal numbers can differ from them in the last bit, and 7e-18 is not an advantage.
+  if (graded.every((reward) => reward === graded[0])) {
+    return rewards.map((reward) => (reward === null ? null : 0));
+  }
   const mean = graded.reduce((sum, reward) => sum + reward, 0) / graded.length;
   const squares = graded.reduce((sum, reward) => sum + (reward - mean) ** 2, 0);
   const scale =

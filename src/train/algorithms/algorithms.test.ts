@@ -33,6 +33,10 @@ describe('group-relative advantages', () => {
     expect(groupAdvantages([1])).toEqual([null]);
     expect(groupAdvantages([])).toEqual([]);
   });
+  it('is exactly 0 where all rewards are equal, whatever their sum rounds to', () => {
+    const equal = new Array<number>(7).fill(-0.05);
+    expect(groupAdvantages(equal)).toEqual(equal.map(() => 0));
+  });
   it('is 0 and finite where all rewards are equal', () => {
     expect(groupAdvantages([1, 1, 1], { normalise: 'std' })).toEqual([0, 0, 0]);
   });
