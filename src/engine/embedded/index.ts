@@ -1,4 +1,6 @@
-import { basename, resolve } from 'node:path';
+import { createHash } from 'node:crypto';
+import { readFileSync } from 'node:fs';
+import { basename, join, resolve } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import type {
   AdamParams,
@@ -72,7 +74,7 @@ export function createEmbeddedEngine(options: EmbeddedEngineOptions = {}): Engin
   const find = (from: SamplerRef | { checkpoint: string }): SamplerSource => {
     if ('checkpoint' in from) {
       const checkpoint = locate(from.checkpoint);
-      return { checkpoint, version: basename(checkpoint) };
+      return { checkpoint, version: checkpointVersion(checkpoint) };
     }
     if (from.path !== undefined) return { checkpoint: locate(from.path), version: from.version };
     const set = published.get(from.version);
@@ -168,12 +170,27 @@ class EmbeddedTrainer implements Trainer {
       'publish',
       null,
     );
-    const version = `${this.#place.name}-step-${step}`;
+    const version = `step-${step}-${fingerprint(weights)}`;
     return this.#place.publish({ version, config: this.config, weights });
   }
 
   close(): Promise<void> {
     return this.#worker.close();
+  }
+}
+
+/** Names weights by what they are, so that a token's version means the same in every job and process. */
+function fingerprint(weights: Float32Array | Buffer): string {
+  const bytes = Buffer.from(weights.buffer, weights.byteOffset, weights.byteLength);
+  return createHash('sha256').update(bytes).digest('hex').slice(0, 12);
+}
+
+/** Of a checkpoint: its folder's name and its weights' file. A missing file is the worker's to report. */
+function checkpointVersion(checkpoint: string): string {
+  try {
+    return `${basename(checkpoint)}-${fingerprint(readFileSync(join(checkpoint, 'model.safetensors')))}`;
+  } catch {
+    return basename(checkpoint);
   }
 }
 
