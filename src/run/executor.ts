@@ -1,50 +1,19 @@
+import { type Action, checkCall, cut, decide, runCall } from '../agent/index.ts';
 import {
-  type Action,
-  type AgentDefinition,
-  checkCall,
-  cut,
-  decide,
-  runCall,
-} from '../agent/index.ts';
-import {
-  type ArtifactStore,
   attribute,
-  type Clock,
   encodeTokens,
   idempotencyKey,
   LonghaulError,
   type Message,
   type NewEvent,
-  type Redactor,
   type Reward,
   type RunState,
   type Tool,
   type ToolCall,
 } from '../core/index.ts';
-import type { TaskSession } from '../env/contract.ts';
-import type { Model } from '../model/contract.ts';
-import type { Sandbox, SandboxDriver } from '../sandbox/contract.ts';
-import type { Journal } from './journal.ts';
-
-/** What one run needs. The same for a hosted run and for a rollout; only the journal differs. */
-export interface RunContext {
-  journal: Journal;
-  session: TaskSession;
-  agent: AgentDefinition;
-  model: Model;
-  sandboxes: Pick<SandboxDriver, 'create'>;
-  artifacts: ArtifactStore;
-  clock: Clock;
-  /** The journal's own. Prompts are made of what it let through. */
-  redactor: Redactor;
-  worker: string;
-  leaseToken: number;
-  /** Aborted with reason `stop` when a stop waits in the inbox, with anything else to pause the run. */
-  signal: AbortSignal;
-  /** Save the workspace durably after each call that may have changed it, so that the run can resume and fork. */
-  saveWorkspace: boolean;
-  onText?: (text: string) => void;
-}
+import type { RunContext } from './context.ts';
+import { interrupted, orAbort, orOverdue } from './settle.ts';
+import { Workplace } from './workplace.ts';
 
 const MODEL_ATTEMPTS = 6;
 const SANDBOX_ATTEMPTS = 3;
@@ -395,76 +364,4 @@ async function recordFailure(context: RunContext, error: LonghaulError): Promise
       data: { status: 'failed', summary: error.message, error: error.toJSON() },
     },
   ]);
-}
-
-/** The sandbox of a run, opened again from the last saved workspace whenever it must be. */
-class Workplace {
-  readonly #context: RunContext;
-  #sandbox: Sandbox | null = null;
-
-  constructor(context: RunContext) {
-    this.#context = context;
-  }
-
-  get sandbox(): Sandbox {
-    if (this.#sandbox === null) throw new LonghaulError('SandboxBroken', 'the sandbox is not open');
-    return this.#sandbox;
-  }
-
-  async open(): Promise<void> {
-    const { session, sandboxes, journal } = this.#context;
-    const layer = journal.state.workspace?.layer;
-    this.#sandbox = await sandboxes.create(session.sandbox, layer);
-    if (layer === undefined) await session.prepare(this.#sandbox);
-  }
-
-  async reopen(): Promise<void> {
-    await this.close();
-    await this.open();
-  }
-
-  /** The event that names the saved workspace, or none where workspaces are not kept. */
-  async save(afterCallId: string | null): Promise<NewEvent[]> {
-    if (!this.#context.saveWorkspace) return [];
-    const layer = await this.sandbox.snapshot({ onBusy: 'stop', durable: true });
-    return [{ type: 'workspace.saved', data: { layer, afterCallId } }];
-  }
-
-  async close(): Promise<void> {
-    await this.#sandbox?.stop();
-    this.#sandbox = null;
-  }
-}
-
-function interrupted(): LonghaulError {
-  return new LonghaulError('Interrupted', 'the run was interrupted and keeps its state');
-}
-
-/** Settles with the work, or fails as a broken sandbox when it is still going on at the deadline. */
-async function orOverdue<T>(
-  work: Promise<T>,
-  tool: string,
-  deadline: number,
-  clock: Clock,
-): Promise<T> {
-  const settled = new AbortController();
-  work.finally(() => settled.abort()).catch(() => {});
-  const overdue = clock.sleep(deadline - clock.now(), settled.signal).then((): never => {
-    throw new LonghaulError('SandboxBroken', `${tool} did not answer within its limit`);
-  });
-  overdue.catch(() => {});
-  return Promise.race([work, overdue]);
-}
-
-/** Settles with the work, or as soon as the signal aborts; work left behind may end unheard. */
-function orAbort<T>(work: Promise<T>, signal: AbortSignal): Promise<T> {
-  if (signal.aborted) {
-    work.catch(() => {});
-    return Promise.reject(interrupted());
-  }
-  return new Promise<T>((resolve, reject) => {
-    const onAbort = () => reject(interrupted());
-    signal.addEventListener('abort', onAbort, { once: true });
-    work.then(resolve, reject).finally(() => signal.removeEventListener('abort', onAbort));
-  });
 }

@@ -13,7 +13,8 @@ import {
   type RunSpec,
   type RunState,
 } from '../core/index.ts';
-import { execute, type RunContext } from './executor.ts';
+import type { RunContext } from './context.ts';
+import { execute } from './executor.ts';
 import { LEASE_TTL_MS, LogJournal } from './journal.ts';
 
 const HEARTBEAT_MS = 2_000;

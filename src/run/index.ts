@@ -1,4 +1,5 @@
-export { execute, type RunContext } from './executor.ts';
+export type { RunContext } from './context.ts';
+export { execute } from './executor.ts';
 export {
   answerRun,
   createRun,

@@ -11,7 +11,8 @@ import {
   type RunState,
   type Segment,
 } from '../core/index.ts';
-import { execute, type RunContext } from './executor.ts';
+import type { RunContext } from './context.ts';
+import { execute } from './executor.ts';
 import { MemoryJournal } from './journal.ts';
 
 /** Artifacts of rollouts, kept in memory until somebody decides which runs are worth storing. */
