@@ -1,4 +1,5 @@
-import { mkdtempSync, rmSync } from 'node:fs';
+import { execFileSync } from 'node:child_process';
+import { mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
@@ -168,5 +169,47 @@ child.join()
   test('the kernel takes a snippet before the agent when memory runs out', async () => {
     const [result] = await run('print(open("/proc/self/oom_score_adj").read())');
     expect(result!.stdout.trim()).toBe('500');
+  });
+
+  /** The host's pid of a sandbox's agent: the child of the bubblewrap process that names its workspace. */
+  function agentOf({ id }: Sandbox): string {
+    const read = (pid: string, file: string) => {
+      try {
+        return readFileSync(`/proc/${pid}/${file}`, 'utf8');
+      } catch {
+        return ''; // ended meanwhile
+      }
+    };
+    const pids = readdirSync('/proc').filter((name) => /^\d+$/.test(name));
+    const owners = pids.filter((pid) => read(pid, 'cmdline').includes(`/tmp/s${id}/ws`));
+    const agent = pids.find(
+      (pid) =>
+        read(pid, 'cmdline').includes('/.agent.py\0{') &&
+        !read(pid, 'cmdline').includes(`/tmp/s${id}/ws`) &&
+        owners.includes(/^PPid:\s+(\d+)/m.exec(read(pid, 'status'))?.[1] ?? ''),
+    );
+    if (agent === undefined) throw new Error(`no agent under ${owners}`);
+    return agent;
+  }
+
+  test.each<[string, (own: Sandbox) => Promise<unknown>]>([
+    ['a command', (own) => own.exec({ argv: ['true'] })],
+    [
+      'a batch of snippets',
+      (own) => own.runCode([1, 2].map(() => ({ language: 'python', source: '1' }))),
+    ],
+    ['a file read', (own) => own.readFile('f')],
+    ['a snapshot', (own) => own.snapshot()],
+  ])('an agent without descriptors breaks its sandbox at %s, and blames nobody', async (_, use) => {
+    const own = await driver.create();
+    await own.writeFile('f', 'x');
+    execFileSync('prlimit', ['--pid', agentOf(own), '--nofile=0:0']);
+    await expect(use(own)).rejects.toMatchObject({
+      code: 'SandboxBroken',
+      class: 'retryable',
+      message: expect.stringContaining('Too many open files'),
+    });
+    await expect(own.exec({ argv: ['true'] })).rejects.toMatchObject({ code: 'SandboxBroken' });
+    await own.stop();
   });
 });
