@@ -148,6 +148,17 @@ describe.skipIf(!probe.ok)(`a snippet against its neighbours in bubblewrap${reas
     expect(Buffer.from(await sandbox.readFile('f')).length).toBe(9999);
   });
 
+  test('a lease on a file refuses the file, and breaks nothing', async () => {
+    const lease =
+      'import fcntl, signal, time; signal.signal(29, signal.SIG_IGN); f = open("/tmp/leased", "w"); fcntl.fcntl(f, fcntl.F_SETLEASE, fcntl.F_WRLCK); open("/tmp/held", "w"); time.sleep(20)';
+    const script = `python3 -c '${lease}' & while ! test -e /tmp/held; do sleep 0.01; done`;
+    await sandbox.exec({ argv: ['bash', '-c', script], timeoutMs: 5000 });
+    await sandbox.exec({ argv: ['ln', '-s', '/tmp/leased', 'leased'] });
+    await expect(sandbox.readFile('leased')).rejects.toMatchObject({ code: 'FileRefused' });
+    expect((await sandbox.readFile('f')).length).toBe(9999);
+    await sandbox.exec({ argv: ['bash', '-c', 'kill -KILL -1'] });
+  });
+
   test('a program still limits, ranks and pins itself, and its semaphores work', async () => {
     const [result] = await run(`
 import multiprocessing, os, resource
@@ -203,7 +214,13 @@ child.join()
   ])('an agent without descriptors breaks its sandbox at %s, and blames nobody', async (_, use) => {
     const own = await driver.create();
     await own.writeFile('f', 'x');
-    execFileSync('prlimit', ['--pid', agentOf(own), '--nofile=0:0']);
+    const agent = agentOf(own);
+    // As the sandbox's own user: root may lack the capability to limit others.
+    const status = readFileSync(`/proc/${agent}/status`, 'utf8');
+    const [uid, gid] = ['Uid', 'Gid'].map((each) =>
+      Number(new RegExp(`^${each}:\\s+(\\d+)`, 'm').exec(status)![1]),
+    );
+    execFileSync('prlimit', ['--pid', agent, '--nofile=0:0'], { uid, gid, stdio: 'pipe' });
     await expect(use(own)).rejects.toMatchObject({
       code: 'SandboxBroken',
       class: 'retryable',

@@ -625,7 +625,8 @@ def serve():
             answer, parts = {"broken": str(error)}, []
         except OSError as error:
             message = error.strerror or str(error)
-            if header["op"] in FILE_CALLS and error.errno not in EXHAUSTED:
+            # EAGAIN is a file that a process of the guest holds a lease on.
+            if header["op"] in FILE_CALLS and error.errno not in EXHAUSTED - {errno.EAGAIN}:
                 answer, parts = {"errno": error.errno, "message": message}, []
             else:
                 answer, parts = {"broken": message}, []
