@@ -97,6 +97,27 @@ function* probesOf(task: ProgramTask, language: Language, rng: Rng): Generator<P
   yield { task, check: 'a hostile program fails', program, solves: false };
 }
 
+/** Every process of the sandbox but the program's own: the agent and the one that waits for the next program. */
+const onOthers = (action: string) =>
+  `(lambda o,r:[${action} for p in map(int,filter(str.isdigit,o.listdir('/proc'))) if p!=o.getpid()])(__import__('os'),__import__('resource'))`;
+const onWaiting = (action: string) => onOthers(`p>1 and ${action}`);
+
+/** Programs that fail themselves and try to take the others of their batch along. */
+export const AGAINST_NEIGHBOURS: readonly string[] = [
+  `__import__('resource').prlimit(1,7,(0,0))`,
+  `__import__('resource').prlimit(1,9,(1,1))`,
+  `__import__('resource').prlimit(1,0,(0,0))`,
+  onOthers('r.prlimit(p,7,(0,0))'),
+  onOthers('r.prlimit(p,0,(0,0))'),
+  onOthers('o.setpriority(0,p,19)'),
+  onOthers('o.sched_setscheduler(p,5,o.sched_param(0))'),
+  onWaiting('o.kill(p,9)'),
+  onWaiting('(o.kill(p,19),o.kill(p,15))'),
+  onWaiting('(o.kill(p,2),o._exit(0))'),
+  `__import__('os').kill(-1,9)`,
+  `[__import__('ctypes').CDLL(None).shmget(0,1<<26,0o1600) for i in range(8)][9:]+[None]`,
+];
+
 /** Each stops short of computing the right values. */
 const HOSTILE: Record<Language, readonly ((right: string) => string)[]> = {
   python: [
@@ -109,6 +130,7 @@ const HOSTILE: Record<Language, readonly ((right: string) => string)[]> = {
     () => '__import__("sys").exit()',
     (right) => `(${right},)`,
     (right) => `lambda:${right}`,
+    ...AGAINST_NEIGHBOURS.map((program) => () => program),
   ],
   javascript: [
     () => '',

@@ -14,7 +14,7 @@ export const TRIES = 3;
 const SUBMIT = 'submit';
 
 /** Changes with anything that decides an outcome and is not in a task: observations, rewards, limits. */
-const RULES = 1;
+const RULES = 2;
 export const REWARD = { solved: 1, furtherTry: -0.1, invalid: -0.05 } as const;
 
 const SANDBOX: Partial<SandboxSpec> = { memoryBytes: 1 << 30, pids: 64, diskBytes: 16 << 20 };

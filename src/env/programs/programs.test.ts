@@ -1,4 +1,5 @@
 import { describe, expect, it } from 'vitest';
+import { checkCall } from '../../agent/call.ts';
 import { type GradedReward, type Message, Rng } from '../../core/index.ts';
 import { CASES, drawCases, same } from './cases.ts';
 import { drawTasks, openTask, programs, readTask, rewardOf } from './environment.ts';
@@ -136,6 +137,27 @@ describe('verdicts', () => {
       const judged = verdict([CASE], [{ value }]);
       expect(readObservation(observation(judged))).toBe('wrong');
     }
+  });
+});
+
+describe('a call that never reaches the tool', () => {
+  const [task] = drawTasks('train', 1, 1);
+  const { tools } = openTask(task!, 'python');
+  it.each<[string, unknown]>([
+    ['a missing argument', {}],
+    ['an argument of the wrong type', { program: 7 }],
+    ['text that is no JSON', '{"program":'],
+  ])('%s is an invalid try', (_, input) => {
+    const call = { callId: 'c', tool: 'submit', input };
+    const checked = checkCall(tools, call);
+    const content = 'observation' in checked ? checked.observation : '';
+    expect(content).toMatch(/arguments/);
+    expect(readObservation(content)).toBe('invalid');
+    const messages: Message[] = [
+      { role: 'assistant', content: '', toolCalls: [call] },
+      { role: 'tool', callId: 'c', tool: 'submit', content },
+    ];
+    expect(rewardOf({ messages })).toMatchObject({ value: -0.05, perStep: [-0.05] });
   });
 });
 

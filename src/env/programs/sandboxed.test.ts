@@ -2,11 +2,12 @@ import { mkdtempSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, it } from 'vitest';
+import { LonghaulError } from '../../core/index.ts';
 import { Lockstep } from '../../model/lockstep.ts';
 import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { SandboxDriver } from '../../sandbox/contract.ts';
 import { QuickJsDriver } from '../../sandbox/quickjs/driver.ts';
-import { auditPrograms } from './audit.ts';
+import { AGAINST_NEIGHBOURS, auditPrograms } from './audit.ts';
 import { drawTasks, openTask, type ProgramTask } from './environment.ts';
 import { SharedSandboxes } from './shared-sandbox.ts';
 import { parts, writeProgram } from './spec.ts';
@@ -112,6 +113,94 @@ describe.skipIf(driver instanceof Error)(`in bubblewrap ${reason}`, () => {
     // The thirteenth says the same of the same task as the first.
     expect(programs).toBe(12);
     expect(outputs).toEqual(outputs.map((_, i) => (i === 5 ? '!EExit=' : '+')));
+  });
+});
+
+describe.skipIf(driver instanceof Error)(`hostile neighbours in bubblewrap ${reason}`, () => {
+  const tasks = drawTasks('train', 3, 4);
+  const right = (task: ProgramTask) =>
+    writeProgram(
+      task.spec,
+      'python',
+      parts(task.spec).map(() => false),
+    );
+  let python: SandboxDriver;
+  beforeAll(async () => {
+    python = await BubblewrapDriver.open({ dir: join(root, 'neighbours'), warm: 0 });
+  });
+  afterAll(() => python?.close());
+
+  /** One batch through shared sandboxes: what each program's agent reads. */
+  async function batch(shared: SharedSandboxes, lockstep: Lockstep, programs: string[]) {
+    return Promise.all(
+      programs.map((program, index) =>
+        lockstep.run(index, async (lane) => {
+          const [tool] = openTask(tasks[index % tasks.length]!, 'python').tools;
+          const sandbox = await shared.forLane(lane).create();
+          try {
+            return (await tool!.run({ program }, { sandbox } as never)).output;
+          } catch (error) {
+            return (error as { code: string }).code;
+          }
+        }),
+      ),
+    );
+  }
+  /** Right programs with a bad one among them, at 1. */
+  const around = (bad: string) => tasks.map((task, i) => (i === 1 ? bad : right(task)));
+  const SOLVED_BUT_ONE = ['+', expect.stringMatching(/^!E\w+=$/), '+', '+'];
+
+  it('in one batch and the ones after it, right programs still solve', async () => {
+    const lockstep = new Lockstep();
+    const shared = new SharedSandboxes(python, openTask(tasks[0]!, 'python').sandbox, lockstep, 1);
+    for (const bad of AGAINST_NEIGHBOURS) {
+      expect(await batch(shared, lockstep, around(bad)), bad).toEqual(SOLVED_BUT_ONE);
+      expect(await batch(shared, lockstep, tasks.map(right)), `after ${bad}`).toEqual(
+        tasks.map(() => '+'),
+      );
+    }
+    await shared.close();
+  });
+
+  /** Sandboxes of the real driver that stop for good when they are given a program with this text. */
+  function fragile(text: string, made: { count: number; limit: number }): SandboxDriver {
+    const create: SandboxDriver['create'] = async (spec) => {
+      if (++made.count > made.limit)
+        throw new LonghaulError('SandboxUnavailable', 'no more sandboxes');
+      const sandbox = await python.create(spec);
+      const runCode = sandbox.runCode.bind(sandbox);
+      sandbox.runCode = async (requests) => {
+        if (requests.some((request) => request.source.includes(text))) await sandbox.stop();
+        return runCode(requests);
+      };
+      return sandbox;
+    };
+    return { ...python, create };
+  }
+
+  it('a program that breaks its sandbox is invalid, and costs its neighbours nothing', async () => {
+    const lockstep = new Lockstep();
+    const made = { count: 0, limit: 100 };
+    const shared = new SharedSandboxes(fragile('BREAKS', made), {}, lockstep, 1);
+    const outputs = await batch(shared, lockstep, around(`'BREAKS'`));
+    expect(outputs).toEqual(['+', '!EKilled=', '+', '+']);
+    expect(made.count).toBeLessThan(8);
+    expect(await batch(shared, lockstep, tasks.map(right))).toEqual(tasks.map(() => '+'));
+    await shared.close();
+  });
+
+  it('where the machine fails a good program too, the batch is its fault and ungraded', async () => {
+    const lockstep = new Lockstep();
+    const everything = new SharedSandboxes(fragile('', { count: 0, limit: 100 }), {}, lockstep, 1);
+    expect(await batch(everything, lockstep, tasks.map(right))).toEqual(
+      tasks.map(() => 'SandboxBroken'),
+    );
+    for (const limit of [1, 2, 3, 4]) {
+      const shared = new SharedSandboxes(fragile('BREAKS', { count: 0, limit }), {}, lockstep, 1);
+      const outputs = await batch(shared, lockstep, around(`'BREAKS'`));
+      expect(outputs.every((each) => /^Sandbox(Broken|Unavailable)$/.test(each))).toBe(true);
+      await shared.close();
+    }
   });
 });
 

@@ -36,10 +36,13 @@ export function observation(judged: Verdict): string {
   }
 }
 
-/** The kind of verdict behind an observation: the run's messages are all that grading has. */
+/**
+ * The kind of verdict behind an observation: the run's messages are all that grading has. Text that is no
+ * verdict's says that the call did not reach the tool, such as arguments of the wrong shape: no program ran.
+ */
 export function readObservation(text: string): Verdict['kind'] {
   if (text === SOLVED) return 'solved';
-  return text.startsWith('!E') ? 'invalid' : 'wrong';
+  return text.startsWith('!') && !text.startsWith('!E') ? 'wrong' : 'invalid';
 }
 
 function show(value: Value): string {

@@ -4,11 +4,13 @@ Frames on standard input and output, both ways: u32 length, u32 header length (b
 header, then raw bytes that the header's lengths cut up. One request at a time, in order.
 
 What the guest can do to it: nothing by signals (the kernel drops every signal that pid 1's own
-namespace sends it, SIGKILL included), nothing by /proc (it is not dumpable) and nothing by inherited
+namespace sends it, SIGKILL included), nothing by /proc (it is not dumpable), nothing by system calls that
+name a process, as prlimit does (the filter lets a guest name itself only), and nothing by inherited
 descriptors (children get three). A memory bomb may take it along; the owner sees that in the cgroup.
 
 Snippets of Python run in a fork of this very interpreter, which is warm; a fork keeps nothing. One
-fork is made ahead (the spare), so that the next snippet starts without waiting for it.
+fork is made ahead (the spare), so that the next snippet starts without waiting for it. The same holds
+for the spare, but signals reach it: one that does not answer is replaced.
 """
 
 import _signal
@@ -50,6 +52,16 @@ ENVIRONMENT = {
 OUTPUT_LIMIT = 1 << 30
 # After a process ended, at most this much is taken from a pipe that others still hold open.
 DRAIN_LIMIT = 1 << 20
+# A fork that has not taken its source after this is given up.
+READY_SECONDS = 5
+
+
+# Failures of a call that are about the process that makes it, not about the file it names.
+EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class AgentFault(Exception):
+    """The agent cannot do its own work any more: no fault of the request, and no answer to it."""
 
 
 class Kept:
@@ -95,20 +107,22 @@ class Spare:
     def __init__(self):
         pipes = [os.pipe(), os.pipe(), os.pipe()]
         control = os.pipe()
+        ready = os.pipe()
         try:
             self.pid = os.fork()
         except OSError:
-            for end in itertools.chain(control, *pipes):
+            for end in itertools.chain(control, ready, *pipes):
                 os.close(end)
             raise
         if self.pid == 0:
             try:
-                become_snippet(pipes, control[0])
+                become_snippet(pipes, control[0], ready[1])
             finally:
                 os._exit(1)
-        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0]):
+        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0], ready[1]):
             os.close(end)
         self.control = control[1]
+        self.ready = ready[0]
         self.pipes = [pipes[0][1], pipes[1][0], pipes[2][0]]
 
     @classmethod
@@ -129,21 +143,31 @@ class Spare:
     def drop(cls):
         spare, cls.current = cls.current, None
         if spare:
-            for end in [spare.control, *spare.pipes]:
+            for end in [spare.control, spare.ready, *spare.pipes]:
                 os.close(end)
 
     def start(self, source):
-        """Hands the source over; False when a guest has killed the waiting process."""
+        """Hands the source over; False when a guest has killed the waiting process.
+
+        A signal may still be on its way, or wait behind a stop until SIGCONT. The process answers once
+        it has the source: whatever was sent to it before has taken effect by then, or never will.
+        """
+        poll = select.poll()
+        poll.register(self.ready, select.POLLIN)
         try:
             os.kill(self.pid, signal.SIGCONT)
             data = memoryview(struct.pack(">I", len(source)) + source)
             while data:
                 data = data[os.write(self.control, data):]
-            return True
+            if poll.poll(READY_SECONDS * 1000) and os.read(self.ready, 1):
+                return True
+            os.kill(self.pid, signal.SIGKILL)
+            return False
         except (BrokenPipeError, ProcessLookupError):
             return False
         finally:
             os.close(self.control)
+            os.close(self.ready)
 
 
 def others():
@@ -324,6 +348,9 @@ def run_command(request, stdin):
     except (OSError, ValueError) as error:
         for pipe in pipes:
             os.close(pipe[1] if pipe is pipes[0] else pipe[0])
+        # Beside living processes of its own the guest has used up what there is; alone it cannot have.
+        if getattr(error, "errno", None) in EXHAUSTED and not others():
+            raise AgentFault(error) from error
         return refused(126, "%s: %s" % (argv[0], getattr(error, "strerror", None) or error))
     finally:
         os.chdir("/")
@@ -356,8 +383,13 @@ def run_snippet(request, source, stdin, more):
                 os.close(end)
             reap()
             spare = Spare()
-            spare.start(source)
+            if not spare.start(source):
+                for end in spare.pipes:
+                    os.close(end)
+                raise OSError(errno.ECHILD, "a new process ended before it began")
     except OSError as error:
+        if background is None:
+            raise AgentFault(error) from error
         return refused(126, "cannot start a process: %s" % error.strerror)
     job = Job(spare.pid, *spare.pipes)
     if more:
@@ -386,15 +418,14 @@ def run_snippet(request, source, stdin, more):
     return result
 
 
-def become_snippet(pipes, control):
+def become_snippet(pipes, control, ready):
     """In the fork: a fresh `__main__` with standard streams of its own. Never returns."""
     os.setsid()
     for fd, pipe in enumerate(pipes):
         os.dup2(pipe[0 if fd == 0 else 1], fd)
     os.dup2(control, 3, inheritable=False)
-    os.closerange(4, 65536)
-    set_oom_score(os.getpid(), 500)
-    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    os.dup2(ready, 4, inheritable=False)
+    os.closerange(5, 65536)
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
@@ -404,9 +435,14 @@ def become_snippet(pipes, control):
     source = bytearray()
     while len(source) < struct.unpack(">I", size)[0]:
         source += os.read(3, 1 << 20)
+    os.write(4, b"1")
     os.close(3)
+    os.close(4)
+    # A handler of Python's would run some time after its signal; the default acts at once, as `start` needs.
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     # Only now: until it runs guest code, guest code must not look into it.
     PRCTL(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    set_oom_score(os.getpid(), 500)  # the file belongs to root as long as the process is not dumpable
     try:
         os.chdir(WORKSPACE)
     except OSError:
@@ -535,6 +571,10 @@ def disk_used():
     return (info.f_blocks - info.f_bfree) * info.f_frsize
 
 
+# Calls whose failures are about the path that the caller gave.
+FILE_CALLS = {"read", "write", "list"}
+
+
 def handle(header, body):
     kind = header["op"]
     if kind == "exec":
@@ -581,8 +621,15 @@ def serve():
         header, body = read_frame()
         try:
             answer, parts = handle(header, body)
+        except AgentFault as error:
+            answer, parts = {"broken": str(error)}, []
         except OSError as error:
-            answer, parts = {"errno": error.errno, "message": error.strerror or str(error)}, []
+            message = error.strerror or str(error)
+            # EAGAIN is a file that a process of the guest holds a lease on.
+            if header["op"] in FILE_CALLS and error.errno not in EXHAUSTED - {errno.EAGAIN}:
+                answer, parts = {"errno": error.errno, "message": message}, []
+            else:
+                answer, parts = {"broken": message}, []
         except (MemoryError, ValueError) as error:
             answer, parts = {"errno": 0, "message": repr(error)}, []
         answer["disk"] = disk_used()

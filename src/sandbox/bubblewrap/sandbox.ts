@@ -234,8 +234,11 @@ export class BubblewrapSandbox implements Sandbox {
       const frame = await channel.call(header, parts);
       this.#oomBefore = false;
       this.#followDisk(Number(frame.header.disk));
+      if (frame.header.broken !== undefined)
+        throw this.#break(`the agent inside cannot go on: ${frame.header.broken}`);
       return frame;
     } catch (error) {
+      if (error === this.#broken) throw error;
       if (this.#stopping) throw this.#break('the sandbox was stopped');
       const exit = await this.#ended(5000);
       const oom = this.#newOomKills() > 0 || this.#oomBefore;

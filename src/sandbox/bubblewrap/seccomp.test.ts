@@ -70,6 +70,33 @@ test.each(['x64', 'arm64'] as const)('%s: arguments decide the conditional calls
   expect(call('ioctl', 0, 0x5413)).toBe(ALLOW);
   expect(call('personality', 0xffffffff)).toBe(ALLOW);
   expect(call('personality', 0x0040000)).toBe(EPERM);
+  for (const which of [
+    'prlimit64',
+    'get_robust_list',
+    'sched_setaffinity',
+    'sched_setattr',
+    'sched_setparam',
+    'sched_setscheduler',
+  ] as const) {
+    expect(call(which, 0, 7), which).toBe(ALLOW);
+    for (const pid of [1, 2, 0xffffffff]) expect(call(which, pid, 0), which).toBe(EPERM);
+  }
+  expect(call('setpriority', 0, 0)).toBe(ALLOW);
+  for (const [which, who] of [
+    [0, 1],
+    [1, 0],
+    [2, 0],
+  ] as const)
+    expect(call('setpriority', which, who)).toBe(EPERM);
+  expect(call('ioprio_set', 1, 0)).toBe(ALLOW);
+  for (const [which, who] of [
+    [1, 1],
+    [2, 0],
+    [3, 0],
+  ] as const)
+    expect(call('ioprio_set', which, who)).toBe(EPERM);
+  expect(call('prctl', 4)).toBe(ALLOW);
+  expect(call('prctl', 62)).toBe(EPERM);
 });
 
 test('a foreign architecture is killed, x32 numbers do not exist', () => {

@@ -72,6 +72,22 @@ function byValue(index: number, values: number[], match: number, otherwise: numb
   ];
 }
 
+/** Allowed where every argument has its value, else EPERM. Pids are `int`: the kernel reads no more. */
+function onlyWith(values: Record<number, number>): Instruction[] {
+  const tests = Object.entries(values).flatMap(([index, value], i, all) => [
+    statement(LOAD_WORD, argLow(Number(index))),
+    jump(JUMP_EQUAL, value, 0, 2 * (all.length - 1 - i) + 1),
+  ]);
+  return [...tests, statement(RETURN, ALLOW), statement(RETURN, errno(EPERM))];
+}
+
+/** The caller itself. By number a guest could name the agent, or the process that waits for the next snippet. */
+const SELF = 0;
+const PRIO_PROCESS = 0;
+const IOPRIO_WHO_PROCESS = 1;
+/** Shares a core-scheduling cookie with another process. */
+const PR_SCHED_CORE = 62;
+
 const CONDITIONS: Record<keyof typeof CONDITIONAL, Instruction[]> = {
   clone: [
     statement(LOAD_WORD, argLow(0)),
@@ -79,8 +95,18 @@ const CONDITIONS: Record<keyof typeof CONDITIONAL, Instruction[]> = {
     statement(RETURN, errno(EPERM)),
     statement(RETURN, ALLOW),
   ],
+  get_robust_list: onlyWith({ 0: SELF }),
+  ioprio_set: onlyWith({ 0: IOPRIO_WHO_PROCESS, 1: SELF }),
   ioctl: byValue(1, [TIOCSTI, TIOCLINUX], errno(EPERM), ALLOW),
   personality: byValue(0, PERSONALITIES, ALLOW, errno(EPERM)),
+  prctl: byValue(0, [PR_SCHED_CORE], errno(EPERM), ALLOW),
+  prlimit64: onlyWith({ 0: SELF }),
+  // Threads are named by number too, so a program cannot pin or rank its threads from outside them.
+  sched_setaffinity: onlyWith({ 0: SELF }),
+  sched_setattr: onlyWith({ 0: SELF }),
+  sched_setparam: onlyWith({ 0: SELF }),
+  sched_setscheduler: onlyWith({ 0: SELF }),
+  setpriority: onlyWith({ 0: PRIO_PROCESS, 1: SELF }),
   // No AF_VSOCK (it reaches the hypervisor's host past the network namespace), netlink or packet sockets.
   socket: byValue(0, [AF_UNIX, AF_INET, AF_INET6], ALLOW, errno(EAFNOSUPPORT)),
 };

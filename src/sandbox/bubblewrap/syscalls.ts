@@ -4,7 +4,11 @@
  */
 export type SyscallNumbers = readonly [x64: number | null, arm64: number | null];
 
-/** What programs need and what stays within the sandbox. */
+/**
+ * What programs need and what stays within the sandbox. The agent and its spare process run under the
+ * guest's uid, so none of these may change another process of that uid, nor leave anything but files
+ * behind. Signals are the exception: the agent is pid 1, and the spare proves that it lives before use.
+ */
 export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   accept: [43, 202],
   accept4: [288, 242],
@@ -65,7 +69,6 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   futex: [202, 98],
   futex_waitv: [449, 449],
   futimesat: [261, null],
-  get_robust_list: [274, 100],
   getcpu: [309, 168],
   getcwd: [79, 17],
   getdents: [78, null],
@@ -98,7 +101,6 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   inotify_init1: [294, 26],
   inotify_rm_watch: [255, 28],
   ioprio_get: [252, 31],
-  ioprio_set: [251, 30],
   kill: [62, 129],
   lchown: [94, null],
   lgetxattr: [192, 9],
@@ -125,10 +127,6 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   mmap: [9, 222],
   mprotect: [10, 226],
   mremap: [25, 216],
-  msgctl: [71, 187],
-  msgget: [68, 186],
-  msgrcv: [70, 188],
-  msgsnd: [69, 189],
   msync: [26, 227],
   munlock: [150, 229],
   munlockall: [152, 231],
@@ -148,11 +146,9 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   pkey_mprotect: [329, 288],
   poll: [7, null],
   ppoll: [271, 73],
-  prctl: [157, 167],
   pread64: [17, 67],
   preadv: [295, 69],
   preadv2: [327, 286],
-  prlimit64: [302, 261],
   pselect6: [270, 72],
   pwrite64: [18, 68],
   pwritev: [296, 70],
@@ -188,16 +184,8 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   sched_getparam: [143, 121],
   sched_getscheduler: [145, 120],
   sched_rr_get_interval: [148, 127],
-  sched_setaffinity: [203, 122],
-  sched_setattr: [314, 274],
-  sched_setparam: [142, 118],
-  sched_setscheduler: [144, 119],
   sched_yield: [24, 124],
   select: [23, null],
-  semctl: [66, 191],
-  semget: [64, 190],
-  semop: [65, 193],
-  semtimedop: [220, 192],
   sendfile: [40, 71],
   sendmmsg: [307, 269],
   sendmsg: [46, 211],
@@ -210,7 +198,6 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   setgroups: [116, 159],
   setitimer: [38, 103],
   setpgid: [109, 154],
-  setpriority: [141, 140],
   setregid: [114, 143],
   setresgid: [119, 149],
   setresuid: [117, 147],
@@ -220,10 +207,6 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   setsockopt: [54, 208],
   setuid: [105, 146],
   setxattr: [188, 5],
-  shmat: [30, 196],
-  shmctl: [31, 195],
-  shmdt: [67, 197],
-  shmget: [29, 194],
   shutdown: [48, 210],
   sigaltstack: [131, 132],
   signalfd: [282, null],
@@ -268,7 +251,11 @@ export const ALLOWED: Readonly<Record<string, SyscallNumbers>> = {
   writev: [20, 66],
 };
 
-/** Kernel surfaces that a guest has no business with: refused with EPERM. All unlisted calls are ENOSYS. */
+/**
+ * Kernel surfaces that a guest has no business with: refused with EPERM. All unlisted calls are ENOSYS.
+ * System V IPC and POSIX message queues are among them: their objects outlive the program that made them
+ * and hold memory that no file shows.
+ */
 export const DENIED: Readonly<Record<string, SyscallNumbers>> = {
   _sysctl: [156, null],
   acct: [163, 89],
@@ -311,6 +298,16 @@ export const DENIED: Readonly<Record<string, SyscallNumbers>> = {
   mount_setattr: [442, 442],
   move_mount: [429, 429],
   move_pages: [279, 239],
+  mq_getsetattr: [245, 185],
+  mq_notify: [244, 184],
+  mq_open: [240, 180],
+  mq_timedreceive: [243, 183],
+  mq_timedsend: [242, 182],
+  mq_unlink: [241, 181],
+  msgctl: [71, 187],
+  msgget: [68, 186],
+  msgrcv: [70, 188],
+  msgsnd: [69, 189],
   name_to_handle_at: [303, 264],
   nfsservctl: [180, 42],
   open_by_handle_at: [304, 265],
@@ -329,12 +326,20 @@ export const DENIED: Readonly<Record<string, SyscallNumbers>> = {
   reboot: [169, 142],
   request_key: [249, 218],
   seccomp: [317, 277],
+  semctl: [66, 191],
+  semget: [64, 190],
+  semop: [65, 193],
+  semtimedop: [220, 192],
   set_mempolicy: [238, 237],
   set_mempolicy_home_node: [450, 450],
   setdomainname: [171, 162],
   sethostname: [170, 161],
   setns: [308, 268],
   settimeofday: [164, 170],
+  shmat: [30, 196],
+  shmctl: [31, 195],
+  shmdt: [67, 197],
+  shmget: [29, 194],
   swapoff: [168, 225],
   swapon: [167, 224],
   sysfs: [139, null],
@@ -351,7 +356,16 @@ export const DENIED: Readonly<Record<string, SyscallNumbers>> = {
 /** Allowed by their arguments only; seccomp.ts holds the conditions. */
 export const CONDITIONAL = {
   clone: [56, 220],
+  get_robust_list: [274, 100],
   ioctl: [16, 29],
+  ioprio_set: [251, 30],
   personality: [135, 92],
+  prctl: [157, 167],
+  prlimit64: [302, 261],
+  sched_setaffinity: [203, 122],
+  sched_setattr: [314, 274],
+  sched_setparam: [142, 118],
+  sched_setscheduler: [144, 119],
+  setpriority: [141, 140],
   socket: [41, 198],
 } as const satisfies Record<string, SyscallNumbers>;
