@@ -1,12 +1,12 @@
-import { accessSync, constants, mkdirSync } from 'node:fs';
-import { resolve } from 'node:path';
+import { accessSync, constants, existsSync, mkdirSync, statSync } from 'node:fs';
+import { dirname, resolve } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 
 /** The folder where runs, weights and the embedded store live: made on first use, readable by its owner only. */
 export function openHome(path: string): string {
   const home = resolve(path);
   try {
-    mkdirSync(home, { recursive: true, mode: 0o700 });
+    makeFolder(home);
     accessSync(home, constants.W_OK);
     return home;
   } catch (error) {
@@ -22,6 +22,19 @@ export function openHome(path: string): string {
       `the home folder ${home} cannot be written (${code})`,
       { cause: error },
     );
+  }
+}
+
+/** Step by step: Node's recursive mkdir never returns below /proc. */
+function makeFolder(path: string): void {
+  try {
+    mkdirSync(path, { mode: 0o700 });
+  } catch (error) {
+    const { code } = error as NodeJS.ErrnoException;
+    if (code === 'EEXIST' && statSync(path).isDirectory()) return;
+    if (code !== 'ENOENT' || dirname(path) === path || existsSync(dirname(path))) throw error;
+    makeFolder(dirname(path));
+    mkdirSync(path, { mode: 0o700 });
   }
 }
 

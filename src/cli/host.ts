@@ -16,7 +16,7 @@ import { programmer } from '../train/index.ts';
 import { systemClock } from './clock.ts';
 import { openModel } from './models.ts';
 import { narrator, rewardText } from './narrate.ts';
-import { style } from './output.ts';
+import { printable, style } from './output.ts';
 import type { Platform } from './platform.ts';
 
 /** The environments a task reference may name. */
@@ -51,13 +51,28 @@ function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinit
   throw new LonghaulError('ConfigInvalid', `this version knows no agent "${spec.agent}"`);
 }
 
+/** Everything a run refers to. What is missing or does not fit is found here, before anything happens. */
+export async function openParts(platform: Platform, spec: RunSpec) {
+  const driver = await platform.sandboxes();
+  if (spec.agent === 'coder' && !driver.capabilities.exec) {
+    throw new LonghaulError(
+      'SandboxUnavailable',
+      'coding tasks need commands, and the sandbox of this machine runs none',
+      {
+        next: `\`${platform.hint('doctor')}\` says why bubblewrap cannot run here and how to get it.`,
+      },
+    );
+  }
+  const session = await openTask(spec, driver.capabilities.languages);
+  const model = await openModel(platform, spec.model);
+  return { driver, session, model, agent: agentOf(spec, driver.capabilities) };
+}
+
 /** Drives a run to its end or pause while a person watches, and says what to do next. */
 export async function host(platform: Platform, runId: string, spec: RunSpec): Promise<number> {
   const { output } = platform;
-  const driver = await platform.sandboxes();
-  const session = await openTask(spec, driver.capabilities.languages);
+  const { driver, session, model, agent } = await openParts(platform, spec);
   const store = await platform.store();
-  const model = await openModel(platform, spec.model);
   const interrupt = onInterrupt(() =>
     output.say(
       '\nstopping: the call in progress is cut off, and resume decides what becomes of it (Ctrl-C again ends at once; the log stays whole)',
@@ -68,7 +83,7 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
     const state = await runHosted(runId, {
       log: store.log,
       session,
-      agent: agentOf(spec, driver.capabilities),
+      agent,
       model,
       sandboxes: driver,
       artifacts: store.artifacts,
@@ -90,7 +105,8 @@ export async function host(platform: Platform, runId: string, spec: RunSpec): Pr
   }
 }
 
-function conclude({ output }: Platform, state: RunState): number {
+function conclude(platform: Platform, state: RunState): number {
+  const { output } = platform;
   const { runId } = state;
   output.say();
   output.say(`run    ${runId}  ${style('bold', state.status)}`);
@@ -99,11 +115,11 @@ function conclude({ output }: Platform, state: RunState): number {
     `used   ${state.used.modelCalls} model calls, ${state.used.toolCalls} tool calls, ${state.used.outputTokens} output tokens`,
   );
   if (state.error) {
-    output.say(`why    ${state.error.message}`);
-    output.say(`next   ${state.error.next}`);
+    output.say(`why    ${printable(state.error.message)}`);
+    output.say(`next   ${printable(state.error.next)}`);
   }
-  output.say(`look   npx longhaul show ${runId}`);
-  if (!isFinal(state.status)) output.say(`go on  npx longhaul resume ${runId}`);
+  output.say(`look   ${platform.hint(`show ${runId}`)}`);
+  if (!isFinal(state.status)) output.say(`go on  ${platform.hint(`resume ${runId}`)}`);
   output.document({
     runId,
     status: state.status,

@@ -1,6 +1,6 @@
 import { readFileSync } from 'node:fs';
 import { Command, CommanderError, InvalidArgumentError, Option } from 'commander';
-import { attribute, type LonghaulError, RunKind, RunStatus } from '../core/index.ts';
+import { attribute, LonghaulError, RunKind, RunStatus } from '../core/index.ts';
 import { Output } from './output.ts';
 import { Platform } from './platform.ts';
 
@@ -9,6 +9,7 @@ const DEFAULT_MINUTES = 6;
 
 /** Exit codes: 0 done, 1 the work failed, 2 wrong usage, 3 environment or infrastructure. */
 export async function main(argv: readonly string[]): Promise<void> {
+  surviveClosedPipes();
   const program = build();
   try {
     if (argv.length === 0) {
@@ -21,8 +22,20 @@ export async function main(argv: readonly string[]): Promise<void> {
   }
 }
 
+/** `longhaul show | head` ends quietly, and a run goes on when nobody reads what it says. */
+function surviveClosedPipes(): void {
+  for (const stream of [process.stdout, process.stderr]) stream.on('error', () => {});
+}
+
 function report(thrown: unknown, json: boolean): number {
-  if (thrown instanceof CommanderError) return thrown.exitCode === 0 ? 0 : 2;
+  if (thrown instanceof CommanderError) {
+    if (thrown.exitCode === 0) return 0;
+    const next = 'See `longhaul help` or `longhaul help COMMAND`.';
+    new Output(json).document({
+      error: new LonghaulError('ConfigInvalid', thrown.message, { next }).toJSON(),
+    });
+    return 2;
+  }
   const error = attribute(thrown, 'Internal');
   new Output(json).fail(error);
   if (error.code === 'Internal' && process.env.LONGHAUL_DEBUG) console.error(thrown);
@@ -39,7 +52,7 @@ function build(): Command {
   const program = new Command('longhaul')
     .description('Hosts long-horizon agents and post-trains the models behind them.')
     .version(version(), '--version')
-    .option('--home <dir>', 'where runs, weights and the store live', '.longhaul')
+    .option('--home <dir>', 'where runs, weights and the store live', folder, '.longhaul')
     .option('--json', 'documents for programs on stdout, words on stderr', false)
     .showSuggestionAfterError()
     .exitOverride()
@@ -121,7 +134,7 @@ function build(): Command {
     .description(
       'tell a run (attempts, observations, reward, where its tokens came from) or a training job',
     )
-    .argument('<run>', 'id of a run or a job, its beginning or end, or `last`')
+    .argument('<run>', 'run id, its beginning or end, or `last`; or a job id or its end')
     .option('--follow', 'stay and tell what happens next')
     .action(
       command(async (platform, [run = ''], options) =>
@@ -142,6 +155,8 @@ function build(): Command {
     .option('--model-calls <n>', 'new limit', positive)
     .option('--tool-calls <n>', 'new limit', positive)
     .option('--minutes <n>', 'new limit', number)
+    .option('--model <provider/model>', 'go on with another model')
+    .option('--base-url <url>', 'where the model is served now')
     .action(
       command(async (platform, [run = ''], options) =>
         (await import('./commands/steer.ts')).resume(platform, run, options),
@@ -232,10 +247,17 @@ function version(): string {
   return 'unknown';
 }
 
+function folder(text: string): string {
+  if (text.trim() === '') throw new InvalidArgumentError('a folder is expected');
+  return text;
+}
+
+/** Minutes: more than a year is a mistake. */
 function number(text: string): number {
   const value = Number(text);
-  if (!Number.isFinite(value) || value <= 0)
-    throw new InvalidArgumentError('a positive number is expected');
+  if (!(value > 0 && value <= 525_600)) {
+    throw new InvalidArgumentError('a number above 0 and up to 525600 is expected');
+  }
   return value;
 }
 

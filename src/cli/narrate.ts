@@ -108,10 +108,12 @@ function inputText(input: unknown): string {
   return values.length === 1 && typeof only === 'string' ? only : JSON.stringify(input);
 }
 
+const round = (value: number) => Number(value.toFixed(4));
+
 export function rewardText(reward: Reward): string {
   if (reward.value === null) return `none (${reward.status}: ${printable(reward.reason)})`;
-  const parts = Object.entries(reward.components).map(([name, value]) => `${name} ${value}`);
-  return `${reward.value}${reward.status === 'ok' ? '' : ` (${reward.status})`}${parts.length > 0 ? ` [${parts.join(', ')}]` : ''}`;
+  const parts = Object.entries(reward.components).map(([name, value]) => `${name} ${round(value)}`);
+  return `${round(reward.value)}${reward.status === 'ok' ? '' : ` (${reward.status})`}${parts.length > 0 ? ` [${parts.join(', ')}]` : ''}`;
 }
 
 export function narrator(output: Output): (event: Event) => void {

@@ -28,7 +28,7 @@ export class Output {
     this.say(
       `${style('red', `error: ${printable(error.message)}`)} ${style('dim', `(${error.code})`)}`,
     );
-    this.say(`next:  ${error.next}`);
+    this.say(`next:  ${printable(error.next)}`);
     this.document({ error: error.toJSON() });
   }
 }
@@ -40,10 +40,14 @@ export function style(format: Style, text: string): string {
   return styleText(format, text, { stream: process.stderr });
 }
 
-/** Text from a model or a tool, safe to print: control characters cannot move the cursor or set a title. */
+/**
+ * Text from a model or a tool, safe to print: control characters cannot move the cursor or set a title,
+ * and bidirectional ones cannot reorder what is read.
+ */
 export function printable(text: string): string {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f\u007f-\u009f]/g, (char) =>
-    char === '\r' ? '' : `\\x${char.charCodeAt(0).toString(16).padStart(2, '0')}`,
+  return text.replace(
+    /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g,
+    (char) => (char === '\r' ? '' : `\\u${char.charCodeAt(0).toString(16).padStart(4, '0')}`),
   );
 }
 

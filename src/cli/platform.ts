@@ -18,12 +18,14 @@ export class Platform {
   readonly output: Output;
   readonly redactor = new Redactor(secretsOf(process.env));
   readonly worker = `${hostname()}:${process.pid}`;
+  readonly #homeGiven: string;
   readonly #closers: (() => Promise<void>)[] = [];
   #store: Promise<Store> | null = null;
   #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
 
   constructor(home: string, output: Output) {
+    this.#homeGiven = home;
     this.home = openHome(home);
     this.output = output;
   }
@@ -47,6 +49,13 @@ export class Platform {
       return driver;
     })();
     return this.#sandboxes;
+  }
+
+  /** A command to print as a hint: as it works from where the user is, with the home they gave. */
+  hint(command: string): string {
+    const inCheckout = import.meta.url.endsWith('.ts');
+    const program = inCheckout ? 'npm run -s longhaul --' : 'npx longhaul';
+    return `${program} ${command}${this.#homeGiven === '.longhaul' ? '' : ` --home ${this.#homeGiven}`}`;
   }
 
   /** Whether a run's worker is certainly gone: only the embedded store's workers are all on this machine. */

@@ -72,6 +72,11 @@ describe('Redactor', () => {
     });
   });
 
+  it('leaves class names that only begin like a key', () => {
+    const css = '.sk-folding-cube-container { }';
+    expect(new Redactor().text(css)).toBe(css);
+  });
+
   it('reaches keys and keeps a key that is called __proto__', () => {
     const input = JSON.parse('{"hunter2-hunter2": 1, "__proto__": {"a": "hunter2-hunter2"}}');
     expect(JSON.stringify(new Redactor(['hunter2-hunter2']).json(input))).toBe(

@@ -43,7 +43,7 @@ export const ERROR_CODES = {
     next: 'Check that the model server runs and that --base-url points at it.',
   },
   ModelRefused: {
-    class: 'terminal',
+    class: 'pause',
     status: 502,
     next: 'Check the API key and what the endpoint accepts.',
   },
@@ -120,7 +120,7 @@ export const ERROR_CODES = {
     next: 'Run `longhaul doctor`, mend what it names, then go on with `longhaul train --resume`.',
   },
   GraderFailed: {
-    class: 'terminal',
+    class: 'pause',
     status: 502,
     next: "Look at the grader's output with `longhaul show RUN`.",
   },
@@ -188,9 +188,12 @@ export class LonghaulError extends Error {
   }
 }
 
-/** Attributes an unknown thrown value. One that is already attributed is returned unchanged. */
+/** Attributes an unknown thrown value. One that is already attributed is returned unchanged; a full or read-only disk is what it is, wherever it was met. */
 export function attribute(thrown: unknown, code: ErrorCode, context?: string): LonghaulError {
   if (thrown instanceof LonghaulError) return thrown;
+  const errno = (thrown as { code?: unknown } | null)?.code;
+  if (errno === 'ENOSPC' || errno === 'EDQUOT') code = 'DiskFull';
+  if (errno === 'EROFS') code = 'StoreReadOnly';
   const text = thrown instanceof Error ? thrown.message : String(thrown);
   return new LonghaulError(code, context ? `${context}: ${text}` : text, { cause: thrown });
 }

@@ -48,11 +48,12 @@ export interface RunState {
   active: boolean;
 }
 
-/** What a person may answer: how an unknown call ended, or a larger budget. */
+/** What a person may answer: how an unknown call ended, a larger budget, where the model is now. */
 export interface Answer {
   callId?: string;
   answer?: 'done' | 'repeat';
   budget?: Budget;
+  model?: Partial<RunSpec['model']>;
 }
 
 /** Folds events onto a state (or from the first event, `run.created`). Mutates and returns `state`. */
@@ -188,6 +189,9 @@ export function apply(state: RunState | null, event: Event): RunState {
         }
         if (answer?.budget !== undefined) {
           state.spec = { ...state.spec, budget: { ...state.spec.budget, ...answer.budget } };
+        }
+        if (answer?.model !== undefined) {
+          state.spec = { ...state.spec, model: { ...state.spec.model, ...answer.model } };
         }
       }
       break;

@@ -12,7 +12,11 @@ export const DETECTORS: readonly Detector[] = [
     name: 'private-key',
     pattern: /-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?-----END [A-Z ]*PRIVATE KEY-----/g,
   },
-  { name: 'api-key', pattern: /\b(?:sk|pk|rk)-(?:ant-|proj-|live-|test-)?[A-Za-z0-9_-]{20,}\b/g },
+  // With a digit and a capital: `.sk-folding-cube-container` is a class name, not a key.
+  {
+    name: 'api-key',
+    pattern: /\b(?:sk|pk|rk)-(?=[\w-]*\d)(?=[\w-]*[A-Z])[A-Za-z0-9_-]{20,}\b/g,
+  },
   { name: 'aws-key', pattern: /\b(?:AKIA|ASIA)[A-Z0-9]{16}\b/g },
   { name: 'github-token', pattern: /\bgh[pousr]_[A-Za-z0-9]{36,}\b/g },
   { name: 'webhook-secret', pattern: /\bwhsec_[A-Za-z0-9+/=]{24,}/g },
@@ -32,6 +36,11 @@ export class Redactor {
       .filter((secret) => secret.length >= 8)
       .sort((a, b) => b.length - a.length);
     this.#detectors = detectors;
+  }
+
+  /** Whether a value holds a placeholder of a redaction. */
+  static marked(value: unknown): boolean {
+    return /\[redacted:[a-z-]+\]/.test(JSON.stringify(value) ?? '');
   }
 
   text(text: string): string {

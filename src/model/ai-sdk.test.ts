@@ -253,7 +253,7 @@ describe('failures', () => {
   it('names the variable when the key is wrong', async () => {
     const server = await serve([{ text: 'ok' }], { apiKey: 'another' });
     const error = await failure((await modelAt(server.baseUrl)).complete(request()));
-    expect(error).toMatchObject({ code: 'ModelRefused', class: 'terminal' });
+    expect(error).toMatchObject({ code: 'ModelRefused', class: 'pause' });
     expect(error.next).toContain('LONGHAUL_API_KEY');
   });
 
@@ -289,8 +289,8 @@ describe('failures', () => {
     [503, 'ModelOverloaded', 'retryable'],
     [500, 'ModelUnreachable', 'retryable'],
     [408, 'ModelUnreachable', 'retryable'],
-    [400, 'ModelRefused', 'terminal'],
-    [402, 'ModelRefused', 'terminal'],
+    [400, 'ModelRefused', 'pause'],
+    [402, 'ModelRefused', 'pause'],
     [413, 'ContextTooLong', 'terminal'],
   ])('attributes status %i', async (status, code, cls) => {
     const server = await serve([{ error: { status } }]);
@@ -336,7 +336,7 @@ describe('failures', () => {
     };
     const server = await serve([{ error: { status: 429, body } }]);
     const error = await failure((await modelAt(server.baseUrl)).complete(request()));
-    expect(error.class).toBe('terminal');
+    expect(error.class).toBe('pause');
   });
 
   it('leaves out a page that stands in for an error', async () => {

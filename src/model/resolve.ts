@@ -70,7 +70,8 @@ function compatibleModel(
   const baseURL = checkedUrl(url);
   const own = PROVIDER_PACKAGES[provider]?.keyName;
   const keyNames = [...new Set(['LONGHAUL_API_KEY', ...(own ? [own] : []), 'OPENAI_API_KEY'])];
-  const apiKey = keyNames.map((keyName) => options.env[keyName]).find((key) => Boolean(key)) ?? '';
+  const keyName = keyNames.find((name) => Boolean(options.env[name]));
+  const apiKey = keyName === undefined ? '' : checkedKey(keyName, options.env);
   const model = createOpenAICompatible({
     name: COMPATIBLE,
     baseURL,
@@ -100,12 +101,12 @@ async function packagedModel(
       next: `Run \`npm install ${known.install}\` in your project, then again.`,
     });
   }
-  const apiKey = options.env[known.keyName];
-  if (!apiKey) {
+  if (!options.env[known.keyName]) {
     throw new LonghaulError('ConfigInvalid', `${options.ref} needs an API key`, {
       next: `Set ${known.keyName} in the environment.`,
     });
   }
+  const apiKey = checkedKey(known.keyName, options.env);
   const model = create({ apiKey, fetch: limitedFetch })(name) as Exclude<LanguageModel, string>;
   return aiSdkModel(model, {
     ...limits(options),
@@ -141,6 +142,21 @@ function checkedUrl(text: string): string {
 }
 
 /** The key, and what a query in the base URL may carry of the kind. */
+/** A key that can stand in a header: a placeholder such as `…` or a stray line break cannot. */
+function checkedKey(name: string, env: ResolveOptions['env']): string {
+  const key = env[name] ?? '';
+  if (!/^[\x21-\x7e]+$/.test(key)) {
+    throw new LonghaulError(
+      'ConfigInvalid',
+      `${name} is no key: it holds characters that no key has`,
+      {
+        next: `Set ${name} to the key itself, without spaces, quotes or line breaks.`,
+      },
+    );
+  }
+  return key;
+}
+
 function secretsOf(apiKey: string, baseUrl: string): string[] {
   return [apiKey, ...new URL(baseUrl).searchParams.values()].filter((secret) => secret !== '');
 }

@@ -6,10 +6,12 @@ import {
   LonghaulError,
   type Message,
   type NewEvent,
+  Redactor,
   type Reward,
   type RunState,
   type Tool,
   type ToolCall,
+  type ToolResult,
 } from '../core/index.ts';
 import type { RunContext } from './context.ts';
 import { interrupted, orAbort, orOverdue } from './settle.ts';
@@ -31,6 +33,7 @@ const TOOL_GRACE_MS = 10_000;
 export async function execute(context: RunContext): Promise<RunState> {
   const { journal } = context;
   const workplace = new Workplace(context);
+  const inputs = new Map<string, unknown>();
   try {
     await begin(context, workplace);
     for (;;) {
@@ -40,7 +43,7 @@ export async function execute(context: RunContext): Promise<RunState> {
       const elapsed =
         state.activeMs + Math.max(0, context.clock.now() - Date.parse(state.updatedAt));
       const action = decide(state, context.session.isOver(state), elapsed);
-      if (await perform(context, workplace, action)) return journal.state;
+      if (await perform(context, workplace, inputs, action)) return journal.state;
     }
   } catch (thrown) {
     const error = attribute(thrown, 'Internal');
@@ -79,15 +82,16 @@ async function begin(context: RunContext, workplace: Workplace): Promise<void> {
 async function perform(
   context: RunContext,
   workplace: Workplace,
+  inputs: Inputs,
   action: Action,
 ): Promise<boolean> {
   const { journal } = context;
   switch (action.kind) {
     case 'model':
-      await callModel(context, action.step, action.attempt);
+      await callModel(context, inputs, action.step, action.attempt);
       return false;
     case 'tool':
-      await callTool(context, workplace, action.call, action.decision);
+      await callTool(context, workplace, inputs, action.call, action.decision);
       return false;
     case 'cancel':
       await journal.append([
@@ -110,7 +114,12 @@ async function perform(
 }
 
 /** One model step: attempts with back-off until an answer, or the error that ends the patience. */
-async function callModel(context: RunContext, step: number, firstAttempt: number): Promise<void> {
+async function callModel(
+  context: RunContext,
+  inputs: Inputs,
+  step: number,
+  firstAttempt: number,
+): Promise<void> {
   const { journal, model, agent, clock, session, signal } = context;
   const tools = [...session.tools, ...agent.tools];
   for (let tries = 1, attempt = firstAttempt; ; tries++, attempt++) {
@@ -136,6 +145,9 @@ async function callModel(context: RunContext, step: number, firstAttempt: number
       // The ids of a secret are the secret: what is redacted keeps no tokens and cannot be trained on.
       const message = context.redactor.json(named);
       const clean = message === named;
+      if (named.role === 'assistant') {
+        for (const call of named.toolCalls ?? []) inputs.set(call.callId, call.input);
+      }
       await journal.append([
         {
           type: 'model.completed',
@@ -188,6 +200,7 @@ function withUniqueCallIds(message: Message, state: RunState, step: number): Mes
 async function callTool(
   context: RunContext,
   workplace: Workplace,
+  inputs: Inputs,
   call: ToolCall,
   decision: Extract<Action, { kind: 'tool' }>['decision'],
 ): Promise<void> {
@@ -241,7 +254,7 @@ async function callTool(
       };
       const deadline = clock.now() + (tool?.timeoutMs ?? 0) + TOOL_GRACE_MS;
       const result = await orAbort(
-        orOverdue(runCall(tools, call, toolContext), call.tool, deadline, clock),
+        orOverdue(runExactly(tools, call, inputs, toolContext), call.tool, deadline, clock),
         signal,
       );
       await journal.append([
@@ -275,6 +288,29 @@ async function callTool(
       await workplace.reopen();
     }
   }
+}
+
+/**
+ * What the model asked for, by call id. The log holds it redacted and tools need it exact, so it lives in
+ * the worker and ends with it.
+ */
+type Inputs = Map<string, unknown>;
+
+function runExactly(
+  tools: readonly Tool[],
+  call: ToolCall,
+  inputs: Inputs,
+  toolContext: Parameters<typeof runCall>[2],
+): Promise<ToolResult> {
+  if (inputs.has(call.callId)) {
+    return runCall(tools, { ...call, input: inputs.get(call.callId) }, toolContext);
+  }
+  if (!Redactor.marked(call.input)) return runCall(tools, call, toolContext);
+  return Promise.resolve({
+    output:
+      'This call held a secret, which is not kept, and the worker was restarted before it ran. Send it again.',
+    isError: true,
+  });
 }
 
 /** Whether a fresh workspace is as good as the one that was lost: no call of the run may have changed it. */
@@ -319,6 +355,10 @@ async function finish(context: RunContext, workplace: Workplace): Promise<void> 
       ...(output === undefined ? {} : { output: cut(output) }),
     },
   };
+  if (reward.value === null && journal.state.spec.kind === 'hosted') {
+    await journal.append([graded]);
+    throw new LonghaulError('GraderFailed', `ungraded (${reward.status}): ${reward.reason}`);
+  }
   await journal.append([graded, { type: 'run.finished', data: ending(journal.state, reward) }]);
 }
 

@@ -306,6 +306,46 @@ describe('a hosted run', () => {
     });
   });
 
+  it('runs a call as the model wrote it and logs it redacted', async () => {
+    const seen: unknown[] = [];
+    const writes: Tool = {
+      ...payment([]),
+      name: 'write',
+      input: z.object({ text: z.string() }),
+      run: async (input) => {
+        seen.push(input);
+        return { output: 'wrote' };
+      },
+    };
+    const text = 'key = secret-of-the-test';
+    const hosted = await context(
+      { turns: [{ toolCalls: [{ name: 'write', arguments: { text } }] }, { text: 'done' }] },
+      [writes],
+    );
+    const runId = await createRun(store.log, spec());
+    expect((await runHosted(runId, hosted)).status).toBe('succeeded');
+    expect(seen).toEqual([{ text }]);
+    expect(JSON.stringify(await store.log.read(runId))).not.toContain('secret-of-the-test');
+  });
+
+  it('that could not be graded pauses and is graded when it goes on', async () => {
+    const hosted = await context({ turns: [{ text: 'done' }] }, []);
+    let broken = true;
+    const flaky: TaskSession = {
+      ...session,
+      grade: async (state, sandbox) =>
+        broken
+          ? { reward: { status: 'grader_error', value: null, components: {}, reason: 'gone' } }
+          : session.grade(state, sandbox),
+    };
+    const runId = await createRun(store.log, spec());
+    const paused = await runHosted(runId, { ...hosted, session: flaky });
+    expect(paused).toMatchObject({ status: 'paused', error: { code: 'GraderFailed' } });
+    broken = false;
+    const state = await runHosted(runId, { ...hosted, session: flaky });
+    expect(state).toMatchObject({ status: 'succeeded', reward: { value: 1 } });
+  });
+
   it('takes a signal once though a crash left it in the inbox and in the log', async () => {
     const hosted = await context({ turns: [{ text: 'done' }] }, []);
     const runId = await createRun(store.log, spec());

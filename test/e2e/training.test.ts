@@ -28,7 +28,7 @@ it('a quickstart stopped by Ctrl-C goes on where it was, hosts the agent, and it
   child.kill('SIGINT');
   const stopped = await ending;
   expect(stopped.json).toMatchObject({ error: { code: 'Interrupted' } });
-  expect(stopped.stderr).toContain(`npx longhaul train --resume ${started}`);
+  expect(stopped.stderr).toContain(`train --resume ${started} --home ${stage.home}`);
   expect((await show(started)).job.status).toBe('interrupted');
 
   const resumed = await stage.run('train', '--resume');

@@ -2,8 +2,8 @@ import { resolve } from 'node:path';
 import type { RunSpec } from '../../core/index.ts';
 import { harborEnvironment } from '../../env/harbor/index.ts';
 import { createRun } from '../../run/index.ts';
-import { host } from '../host.ts';
-import { openModel } from '../models.ts';
+import { host, openParts } from '../host.ts';
+import { printable } from '../output.ts';
 import type { Platform } from '../platform.ts';
 
 export interface RunOptions {
@@ -29,8 +29,7 @@ export async function run(
     split: 'heldout' as const,
   };
   const session = await harborEnvironment().open(ref);
-  await openModel(platform, model);
-  await platform.sandboxes();
+  for (const note of session.task.notes) platform.output.say(`note   ${printable(note)}`);
   const spec: RunSpec = {
     kind: 'hosted',
     task: { name: session.name, ref: JSON.stringify(ref), hash: session.hash },
@@ -45,6 +44,7 @@ export async function run(
         : (session.task.agentTimeoutMs ?? undefined),
     },
   };
+  await openParts(platform, spec);
   const store = await platform.store();
   const runId = await createRun(store.log, spec);
   platform.output.say(`run ${runId}: ${session.name} by ${options.model}`);

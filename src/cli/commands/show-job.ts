@@ -14,6 +14,16 @@ export async function findJob(platform: Platform, text: string): Promise<JobReco
   return (await jobs.list()).find((job) => job.id === wanted || job.id.endsWith(wanted)) ?? null;
 }
 
+function parse(text: string, folder: string): unknown {
+  try {
+    const state = JSON.parse(text) as { spec?: { schedule?: unknown }; results?: unknown };
+    if (state.spec?.schedule !== undefined && state.results !== undefined) return state;
+  } catch {}
+  throw new LonghaulError('CheckpointInvalid', `${join(folder, 'state.json')} is damaged`, {
+    next: 'Restore the file from a copy, or start another job with `longhaul train`.',
+  });
+}
+
 async function readState(job: JobRecord, folder: string): Promise<string> {
   try {
     return await readFile(join(folder, 'state.json'), 'utf8');
@@ -22,7 +32,7 @@ async function readState(job: JobRecord, folder: string): Promise<string> {
       'NotFound',
       `the job ${job.id} (${job.status}) has left nothing in ${folder}`,
       {
-        next: 'It ended before its first step; start another with `npx longhaul train`.',
+        next: 'It ended before its first step; start another with `longhaul train`.',
         cause: error,
       },
     );
@@ -33,7 +43,7 @@ async function readState(job: JobRecord, folder: string): Promise<string> {
 export async function showJob(platform: Platform, job: JobRecord): Promise<number> {
   const { output, home } = platform;
   const folder = join(home, 'jobs', job.id);
-  const state = JSON.parse(await readState(job, folder)) as {
+  const state = parse(await readState(job, folder), folder) as {
     spec: QuickstartSpec;
     phase: string;
     step: number;
@@ -42,7 +52,8 @@ export async function showJob(platform: Platform, job: JobRecord): Promise<numbe
   };
   const steps = (await readFile(join(folder, 'metrics.jsonl'), 'utf8'))
     .split('\n')
-    .filter((line) => line !== '')
+    // A step that was being written when the process died is not one.
+    .filter((line) => line.endsWith('}'))
     .map((line) => JSON.parse(line) as Record<string, number> & { phase: string });
   const curve = (phase: string, name: string) =>
     steps.flatMap((step) =>
@@ -70,6 +81,7 @@ export async function showJob(platform: Platform, job: JobRecord): Promise<numbe
   }
   report((line) => output.print(line), state.results, curve('train', 'reward'));
   output.document({ job, state, steps });
-  if (job.status === 'interrupted') output.print(`go on    npx longhaul train --resume ${job.id}`);
+  if (job.status === 'interrupted')
+    output.print(`go on    ${platform.hint(`train --resume ${job.id}`)}`);
   return 0;
 }

@@ -40,8 +40,8 @@ export async function show(
     `used   ${state.used.modelCalls} model calls, ${state.used.toolCalls} tool calls, ${state.used.outputTokens} output tokens, ${duration(state.activeMs)} active`,
   );
   if (state.error) write(`why    ${printable(state.error.message)}\nnext   ${state.error.next}`);
-  if (!isFinal(state.status)) write(`go on  npx longhaul resume ${runId}`);
-  write(`fork   npx longhaul fork ${runId} --at STEP   (steps 0 to ${state.step})`);
+  if (!isFinal(state.status)) write(`go on  ${platform.hint(`resume ${runId}`)}`);
+  write(`fork   ${platform.hint(`fork ${runId} --at STEP`)}   (steps 0 to ${state.step})`);
   output.document({
     run: await store.log.row(runId),
     spec,

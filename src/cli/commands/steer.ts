@@ -1,7 +1,7 @@
 import { type Budget, fold, isFinal, LonghaulError, type RunSpec } from '../../core/index.ts';
 import { answerRun, forkRun, stopRun } from '../../run/index.ts';
 import { systemClock } from '../clock.ts';
-import { host } from '../host.ts';
+import { host, openParts } from '../host.ts';
 import { openModel } from '../models.ts';
 import { type Platform, resolveRunId } from '../platform.ts';
 
@@ -14,6 +14,8 @@ export async function resume(
     modelCalls?: number;
     toolCalls?: number;
     minutes?: number;
+    model?: string;
+    baseUrl?: string;
   },
 ): Promise<number> {
   const store = await platform.store();
@@ -21,7 +23,7 @@ export async function resume(
   const state = fold(await store.log.read(runId));
   if (isFinal(state.status)) {
     throw new LonghaulError('ConfigInvalid', `the run is over (${state.status})`, {
-      next: `Fork it from a step instead: \`npx longhaul fork ${runId} --at STEP\`.`,
+      next: `Fork it from a step instead: \`${platform.hint(`fork ${runId} --at STEP`)}\`.`,
     });
   }
   const budget: Budget = {
@@ -30,6 +32,15 @@ export async function resume(
     ...(options.minutes ? { wallMs: options.minutes * 60_000 } : {}),
   };
   if (Object.keys(budget).length > 0) await answerRun(store.log, runId, { budget });
+  const moved = {
+    ...(options.model ? { ref: options.model } : {}),
+    ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}),
+  };
+  const spec = { ...state.spec, model: { ...state.spec.model, ...moved } };
+  if (Object.keys(moved).length > 0) {
+    await openModel(platform, spec.model);
+    await answerRun(store.log, runId, { model: moved });
+  }
   if (options.answer !== undefined) {
     const unknown = [...state.ledger.values()].find(
       (call) => call.state === 'unknown' && call.resolution === 'ask',
@@ -41,7 +52,7 @@ export async function resume(
     }
     await answerRun(store.log, runId, { callId: unknown.callId, answer: options.answer });
   }
-  return host(platform, runId, state.spec);
+  return host(platform, runId, spec);
 }
 
 /** `longhaul fork RUN --at STEP`: a new run from the end of a step, workspace included. */
@@ -64,7 +75,7 @@ export async function fork(
     ...(options.model ? { ref: options.model } : parent.spec.model),
     ...(options.baseUrl ? { baseUrl: options.baseUrl } : {}),
   };
-  if (options.start) await openModel(platform, model);
+  if (options.start) await openParts(platform, { ...parent.spec, model });
   const child = await forkRun(store.log, parentId, options.at, {
     ...(options.message === undefined ? {} : { message: options.message }),
     model,
@@ -73,7 +84,7 @@ export async function fork(
   platform.output.say(`run ${child.runId}: fork of ${parentId} after step ${options.at}`);
   if (!options.start) {
     platform.output.document(child);
-    platform.output.say(`start  npx longhaul resume ${child.runId}`);
+    platform.output.say(`start  ${platform.hint(`resume ${child.runId}`)}`);
     return 0;
   }
   return host(platform, child.runId, { ...parent.spec, model });
@@ -87,6 +98,12 @@ export async function stop(
 ): Promise<number> {
   const store = await platform.store();
   const runId = await resolveRunId(store, text);
+  const row = await store.log.row(runId);
+  if (row !== null && isFinal(row.status)) {
+    platform.output.say(`run ${runId} was over before (${row.status})`);
+    platform.output.document({ runId, outcome: row.status });
+    return 0;
+  }
   const outcome = await stopRun(store.log, runId, platform.worker, options.reason, systemClock);
   platform.output.say(
     outcome === 'stopped' ? `run ${runId} is stopped` : `run ${runId}: its worker was told to stop`,

@@ -107,7 +107,7 @@ export async function train(
     await store.jobs.update(id, { status: interrupted ? 'interrupted' : 'failed' });
     throw interrupted
       ? new LonghaulError('Interrupted', error.message, {
-          next: `Go on with \`npx longhaul train --resume ${id}\`.`,
+          next: `Go on with \`${platform.hint(`train --resume ${id}`)}\`.`,
         })
       : error;
   } finally {
@@ -118,9 +118,9 @@ export async function train(
   report((line) => output.say(line), results, rewards);
   output.document({ job: id, results });
   output.say();
-  output.say(`look   npx longhaul show ${id}            the job: curves and figures`);
+  output.say(`look   ${platform.hint(`show ${id}`)}   the job: curves and figures`);
   output.say(
-    '       npx longhaul runs --kind eval      runs of the measurements; show any of them',
+    `       ${platform.hint('runs --kind eval')}   runs of the measurements; show any of them`,
   );
   output.say(`       ${folder}/metrics.jsonl`);
   return hosted;
@@ -163,7 +163,7 @@ async function interruptedJob(platform: Platform, text: string): Promise<JobReco
       'NotFound',
       text === 'last' ? 'no interrupted training job' : `no interrupted job ${text}`,
       {
-        next: 'Start one with `npx longhaul train`.',
+        next: 'Start one with `longhaul train`.',
       },
     );
   }
