@@ -50,8 +50,8 @@ async function until(condition: () => boolean, what: string): Promise<void> {
   throw new Error(`not within 20 s: ${what}`);
 }
 
-/** Runs a script in a Node process of its own; its printed JSON lines come one by one. */
-function startScript(source: string, prefix: string[] = []) {
+/** Runs a script in a Node process (`detached`: and process group) of its own; its printed JSON lines come one by one. */
+function startScript(source: string, prefix: string[] = [], detached = false) {
   const [command, ...args] = [
     ...prefix,
     process.execPath,
@@ -60,7 +60,8 @@ function startScript(source: string, prefix: string[] = []) {
     '--eval',
     source,
   ];
-  const child: ChildProcess = spawn(command!, args, { stdio: ['ignore', 'pipe', 'pipe'] });
+  const stdio = ['ignore' as const, 'pipe' as const, 'pipe' as const];
+  const child: ChildProcess = spawn(command!, args, { stdio, detached });
   let stderr = '';
   child.stderr!.on('data', (chunk) => {
     stderr += chunk;
@@ -424,14 +425,75 @@ test.skipIf(overlaid !== '')(
 test('the choice is made by running and said in one line', async () => {
   const dir = join(home, 'choice');
   const chosen = await openSandboxes({ dir, warm: 0 });
-  if (probe.ok) expect(chosen.saidAloud).toMatch(/^sandbox: bubblewrap \(.+overlay layers\)$/);
-  else expect(chosen.saidAloud).toMatch(/^sandbox: QuickJS .+bubblewrap/);
+  if (probe.ok) {
+    expect(chosen.saidAloud).toMatch(/^sandbox: bubblewrap \(.+overlay layers\)$/);
+    expect(chosen).toMatchObject({ reason: null, next: null });
+  } else {
+    expect(chosen.saidAloud).toMatch(/^sandbox: QuickJS .+bubblewrap/);
+    expect(chosen).toMatchObject({ reason: probe.reason, next: probe.next });
+  }
   await chosen.driver.close();
   const weaker = await openSandboxes({ dir, prefer: 'quickjs' });
   expect(weaker.driver.name).toBe('quickjs');
   expect(weaker.saidAloud).toMatch(/weaker boundary, JavaScript only/);
+  expect(weaker).toMatchObject({ reason: 'QuickJS was asked for', next: expect.any(String) });
   await weaker.driver.close();
 });
+
+test.skipIf(process.getuid?.() !== 0)(
+  'why bubblewrap is not used, and what to do, come with the weaker driver',
+  async () => {
+    const script = `
+      import { openSandboxes } from ${JSON.stringify(room)};
+      const { driver, saidAloud, reason, next } = await openSandboxes({ dir: ${JSON.stringify(join(home, 'why'))} });
+      await driver.close();
+      console.log(JSON.stringify({ name: driver.name, saidAloud, reason, next }));
+    `;
+    // No capability at all: namespaces cannot be had, whatever the machine allows.
+    const bare = ['setpriv', '--bounding-set=-all', '--inh-caps=-all', '--no-new-privs'];
+    const said = await startScript(script, bare).next();
+    expect(said.name).toBe('quickjs');
+    expect(said.reason).toMatch(/^bubblewrap: /);
+    expect(said.next.length).toBeGreaterThan(0);
+    expect(said.saidAloud).toContain(`${said.reason} (${said.next})`);
+  },
+);
+
+for (const name of ['bubblewrap', 'quickjs'] as const) {
+  const missing = name === 'bubblewrap' && !probe.ok ? probe.reason : '';
+  test.skipIf(missing !== '')(
+    `Ctrl-C signals the owner's process group and no process of ${name}${missing && ` (skipped: ${missing})`}`,
+    async () => {
+      const quickjs = name === 'quickjs';
+      const script = `
+        import { openSandboxes } from ${JSON.stringify(room)};
+        const { driver } = await openSandboxes({
+          dir: ${JSON.stringify(join(home, `interrupted-${name}`))}, prefer: '${name}', warm: 0, processes: 1 });
+        const sandbox = await driver.create();
+        const run = async (source) =>
+          (await sandbox.runCode([{ language: '${quickjs ? 'javascript' : 'python'}', source }]))[0];
+        const first = await run('print(1)');
+        const during = run(${JSON.stringify(
+          quickjs
+            ? 'const end = Date.now() + 1000; while (Date.now() < end); print(2)'
+            : 'import time; time.sleep(1); print(2)',
+        )});
+        process.on('SIGINT', async () => {
+          const results = [first, await during, await run('print(3)')];
+          await driver.close();
+          console.log(JSON.stringify(results.map(({ stdout }) => stdout)));
+          process.exit();
+        });
+        console.log(JSON.stringify('running'));
+        setInterval(() => {}, 1000);
+      `;
+      const { child, next } = startScript(script, [], true);
+      expect(await next()).toBe('running');
+      process.kill(-child.pid!, 'SIGINT');
+      expect(await next()).toEqual(['1\n', '2\n', '3\n']);
+    },
+  );
+}
 
 test('QuickJS: memory and stack bombs end the snippet, not the process; no Node inside', async () => {
   const driver = await QuickJsDriver.open({ dir: join(home, 'quickjs'), processes: 1 });

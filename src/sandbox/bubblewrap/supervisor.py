@@ -637,7 +637,6 @@ def remove_cgroup(path):
 def main():
     # The owner's own death before this line shows as the end of input.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; Ctrl-C reaches the whole group
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)
