@@ -203,11 +203,18 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
   test('an agent lost to a memory bomb is replaced over the same files', async () => {
     const driver = await BubblewrapDriver.open({ dir: join(home, 'oom'), warm: 0 });
     if (driver.capabilities.memory !== 'cgroup') return driver.close();
-    const sandbox = await driver.create({ memoryBytes: 64 * 1024 * 1024 });
+    const sandbox = await driver.create({ memoryBytes: 32 << 20, diskBytes: 1 << 20 });
     await sandbox.writeFile('a', 'kept');
-    // Files in memory cannot be killed: after the writer it is the agent's turn.
+    // What pipes hold is nobody's own: the kernel takes the largest process, which the agent is.
     const bomb = await sandbox.exec({
-      argv: ['sh', '-c', 'for i in 1 2 3 4 5; do head -c 100M /dev/zero > /dev/shm/$i; done'],
+      argv: [
+        'perl',
+        '-e',
+        `select undef, undef, undef, 0.2;
+        open F, ">/proc/self/oom_score_adj"; print F 0; close F;
+        for (1..60) { pipe(my $r, my $w); fcntl($w, 1031, 1 << 20); push @kept, $r, $w;
+          syswrite($w, "x" x 65536) for 1..16 }`,
+      ],
     });
     expect(bomb.cause).toBe('out_of_memory');
     expect((await sandbox.usage()).oomKills).toBeGreaterThan(0);
@@ -216,6 +223,58 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     await sandbox.writeFile('a', 'changed');
     await sandbox.rollback(layer);
     expect(Buffer.from(await sandbox.readFile('a')).toString()).toBe('kept');
+    await driver.close();
+  });
+
+  test('a full workspace: ENOSPC and no kill; later durable layers hold what changed', async () => {
+    const dir = join(home, 'full');
+    const driver = await BubblewrapDriver.open({ dir, warm: 0 });
+    const MiB = 1 << 20;
+    const spec = { memoryBytes: 48 * MiB, diskBytes: 192 * MiB };
+    const sandbox = await driver.create(spec);
+    const sh = (line: string, each = sandbox) => each.exec({ argv: ['sh', '-c', line] });
+    const layerBytes = (id: string): number =>
+      JSON.parse(readFileSync(join(dir, 'layers', id, 'layer.json'), 'utf8')).bytes;
+    const filled = await sh('dd if=/dev/zero of=big bs=1M count=1000');
+    expect(filled).toMatchObject({ cause: 'exited', code: 1 });
+    expect(filled.stderr).toMatch(/No space left on device/);
+    const layers: string[] = [];
+    for (let i = 0; i < 4; i++) {
+      layers.push(await sandbox.snapshot({ durable: true, onBusy: 'stop' }));
+      expect((await sh(`echo ${i} > g${i}; cat g${i}`)).stdout).toBe(`${i}\n`);
+    }
+    const [first, ...later] = layers.map(layerBytes);
+    expect(first).toBeGreaterThan(180 * MiB);
+    for (const bytes of later) expect(bytes).toBeLessThan(MiB);
+    // The limit still holds beside the layers on disk, here and for who resumes from one.
+    const more = 'dd if=/dev/zero of=more bs=64k count=100; rm more';
+    expect((await sh(more)).stderr).toMatch(/No space left on device/);
+    const resumed = await driver.create(spec, layers[3]!);
+    expect((await sh('cat g2; ls', resumed)).stdout).toBe('2\nbig\ng0\ng1\ng2\n');
+    expect((await sh(more, resumed)).stderr).toMatch(/No space left on device/);
+    // What was removed is room again after the next durable layer, which leaves the old ones behind.
+    await sh('rm big');
+    expect(layerBytes(await sandbox.snapshot({ durable: true }))).toBeLessThan(MiB);
+    const again = await sh('dd if=/dev/zero of=big bs=1M count=180');
+    expect(again).toMatchObject({ cause: 'exited', code: 0 });
+    await driver.close();
+  });
+
+  test('without a byte or an inode left, volatile and durable snapshots work', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'exhausted'), warm: 0 });
+    const sandbox = await driver.create({ diskBytes: 4 << 20, inodes: 200 });
+    const sh = async (line: string) => (await sandbox.exec({ argv: ['sh', '-c', line] })).stdout;
+    const fill =
+      'i=0; while true > $$.$i; do i=$((i+1)); done 2> /dev/null; cat /dev/zero > $$.0 2> /dev/null; ls | wc -l';
+    expect(Number(await sh(fill))).toBeGreaterThan(100);
+    const layers: string[] = [];
+    for (let i = 0; i < 6; i++) {
+      const durable = i >= 3;
+      layers.push(await sandbox.snapshot({ durable }));
+      await sh(fill);
+    }
+    await sandbox.rollback(layers[0]!);
+    expect(Number(await sh('ls | wc -l'))).toBeGreaterThan(100);
     await driver.close();
   });
 
