@@ -4,6 +4,10 @@ import type { ToolSandbox } from '../core/index.ts';
 export interface SandboxSpec {
   /** `host`: the machine's own system directories, read-only. Further images come with later drivers. */
   image: 'host';
+  /**
+   * Memory of the processes. Where files are kept in memory too and one group holds both (bubblewrap),
+   * the kernel's bound is `memoryBytes + diskBytes` together: files never take from it.
+   */
   memoryBytes: number;
   /** Share of one core: 1 is a whole core, 0.5 half of one. */
   cpus: number;

@@ -50,8 +50,8 @@ async function until(condition: () => boolean, what: string): Promise<void> {
   throw new Error(`not within 20 s: ${what}`);
 }
 
-/** Runs a script in a Node process of its own; its printed JSON lines come one by one. */
-function startScript(source: string, prefix: string[] = []) {
+/** Runs a script in a Node process (`detached`: and process group) of its own; its printed JSON lines come one by one. */
+function startScript(source: string, prefix: string[] = [], detached = false) {
   const [command, ...args] = [
     ...prefix,
     process.execPath,
@@ -60,7 +60,8 @@ function startScript(source: string, prefix: string[] = []) {
     '--eval',
     source,
   ];
-  const child: ChildProcess = spawn(command!, args, { stdio: ['ignore', 'pipe', 'pipe'] });
+  const stdio = ['ignore' as const, 'pipe' as const, 'pipe' as const];
+  const child: ChildProcess = spawn(command!, args, { stdio, detached });
   let stderr = '';
   child.stderr!.on('data', (chunk) => {
     stderr += chunk;
@@ -202,11 +203,18 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
   test('an agent lost to a memory bomb is replaced over the same files', async () => {
     const driver = await BubblewrapDriver.open({ dir: join(home, 'oom'), warm: 0 });
     if (driver.capabilities.memory !== 'cgroup') return driver.close();
-    const sandbox = await driver.create({ memoryBytes: 64 * 1024 * 1024 });
+    const sandbox = await driver.create({ memoryBytes: 32 << 20, diskBytes: 1 << 20 });
     await sandbox.writeFile('a', 'kept');
-    // Files in memory cannot be killed: after the writer it is the agent's turn.
+    // What pipes hold is nobody's own: the kernel takes the largest process, which the agent is.
     const bomb = await sandbox.exec({
-      argv: ['sh', '-c', 'for i in 1 2 3 4 5; do head -c 100M /dev/zero > /dev/shm/$i; done'],
+      argv: [
+        'perl',
+        '-e',
+        `select undef, undef, undef, 0.2;
+        open F, ">/proc/self/oom_score_adj"; print F 0; close F;
+        for (1..60) { pipe(my $r, my $w); fcntl($w, 1031, 1 << 20); push @kept, $r, $w;
+          syswrite($w, "x" x 65536) for 1..16 }`,
+      ],
     });
     expect(bomb.cause).toBe('out_of_memory');
     expect((await sandbox.usage()).oomKills).toBeGreaterThan(0);
@@ -215,6 +223,58 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     await sandbox.writeFile('a', 'changed');
     await sandbox.rollback(layer);
     expect(Buffer.from(await sandbox.readFile('a')).toString()).toBe('kept');
+    await driver.close();
+  });
+
+  test('a full workspace: ENOSPC and no kill; later durable layers hold what changed', async () => {
+    const dir = join(home, 'full');
+    const driver = await BubblewrapDriver.open({ dir, warm: 0 });
+    const MiB = 1 << 20;
+    const spec = { memoryBytes: 48 * MiB, diskBytes: 192 * MiB };
+    const sandbox = await driver.create(spec);
+    const sh = (line: string, each = sandbox) => each.exec({ argv: ['sh', '-c', line] });
+    const layerBytes = (id: string): number =>
+      JSON.parse(readFileSync(join(dir, 'layers', id, 'layer.json'), 'utf8')).bytes;
+    const filled = await sh('dd if=/dev/zero of=big bs=1M count=1000');
+    expect(filled).toMatchObject({ cause: 'exited', code: 1 });
+    expect(filled.stderr).toMatch(/No space left on device/);
+    const layers: string[] = [];
+    for (let i = 0; i < 4; i++) {
+      layers.push(await sandbox.snapshot({ durable: true, onBusy: 'stop' }));
+      expect((await sh(`echo ${i} > g${i}; cat g${i}`)).stdout).toBe(`${i}\n`);
+    }
+    const [first, ...later] = layers.map(layerBytes);
+    expect(first).toBeGreaterThan(180 * MiB);
+    for (const bytes of later) expect(bytes).toBeLessThan(MiB);
+    // The limit still holds beside the layers on disk, here and for who resumes from one.
+    const more = 'dd if=/dev/zero of=more bs=64k count=100; rm more';
+    expect((await sh(more)).stderr).toMatch(/No space left on device/);
+    const resumed = await driver.create(spec, layers[3]!);
+    expect((await sh('cat g2; ls', resumed)).stdout).toBe('2\nbig\ng0\ng1\ng2\n');
+    expect((await sh(more, resumed)).stderr).toMatch(/No space left on device/);
+    // What was removed is room again after the next durable layer, which leaves the old ones behind.
+    await sh('rm big');
+    expect(layerBytes(await sandbox.snapshot({ durable: true }))).toBeLessThan(MiB);
+    const again = await sh('dd if=/dev/zero of=big bs=1M count=180');
+    expect(again).toMatchObject({ cause: 'exited', code: 0 });
+    await driver.close();
+  });
+
+  test('without a byte or an inode left, volatile and durable snapshots work', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'exhausted'), warm: 0 });
+    const sandbox = await driver.create({ diskBytes: 4 << 20, inodes: 200 });
+    const sh = async (line: string) => (await sandbox.exec({ argv: ['sh', '-c', line] })).stdout;
+    const fill =
+      'i=0; while true > $$.$i; do i=$((i+1)); done 2> /dev/null; cat /dev/zero > $$.0 2> /dev/null; ls | wc -l';
+    expect(Number(await sh(fill))).toBeGreaterThan(100);
+    const layers: string[] = [];
+    for (let i = 0; i < 6; i++) {
+      const durable = i >= 3;
+      layers.push(await sandbox.snapshot({ durable }));
+      await sh(fill);
+    }
+    await sandbox.rollback(layers[0]!);
+    expect(Number(await sh('ls | wc -l'))).toBeGreaterThan(100);
     await driver.close();
   });
 
@@ -424,14 +484,75 @@ test.skipIf(overlaid !== '')(
 test('the choice is made by running and said in one line', async () => {
   const dir = join(home, 'choice');
   const chosen = await openSandboxes({ dir, warm: 0 });
-  if (probe.ok) expect(chosen.saidAloud).toMatch(/^sandbox: bubblewrap \(.+overlay layers\)$/);
-  else expect(chosen.saidAloud).toMatch(/^sandbox: QuickJS .+bubblewrap/);
+  if (probe.ok) {
+    expect(chosen.saidAloud).toMatch(/^sandbox: bubblewrap \(.+overlay layers\)$/);
+    expect(chosen).toMatchObject({ reason: null, next: null });
+  } else {
+    expect(chosen.saidAloud).toMatch(/^sandbox: QuickJS .+bubblewrap/);
+    expect(chosen).toMatchObject({ reason: probe.reason, next: probe.next });
+  }
   await chosen.driver.close();
   const weaker = await openSandboxes({ dir, prefer: 'quickjs' });
   expect(weaker.driver.name).toBe('quickjs');
   expect(weaker.saidAloud).toMatch(/weaker boundary, JavaScript only/);
+  expect(weaker).toMatchObject({ reason: 'QuickJS was asked for', next: expect.any(String) });
   await weaker.driver.close();
 });
+
+test.skipIf(process.getuid?.() !== 0)(
+  'why bubblewrap is not used, and what to do, come with the weaker driver',
+  async () => {
+    const script = `
+      import { openSandboxes } from ${JSON.stringify(room)};
+      const { driver, saidAloud, reason, next } = await openSandboxes({ dir: ${JSON.stringify(join(home, 'why'))} });
+      await driver.close();
+      console.log(JSON.stringify({ name: driver.name, saidAloud, reason, next }));
+    `;
+    // No capability at all: namespaces cannot be had, whatever the machine allows.
+    const bare = ['setpriv', '--bounding-set=-all', '--inh-caps=-all', '--no-new-privs'];
+    const said = await startScript(script, bare).next();
+    expect(said.name).toBe('quickjs');
+    expect(said.reason).toMatch(/^bubblewrap: /);
+    expect(said.next.length).toBeGreaterThan(0);
+    expect(said.saidAloud).toContain(`${said.reason} (${said.next})`);
+  },
+);
+
+for (const name of ['bubblewrap', 'quickjs'] as const) {
+  const missing = name === 'bubblewrap' && !probe.ok ? probe.reason : '';
+  test.skipIf(missing !== '')(
+    `Ctrl-C signals the owner's process group and no process of ${name}${missing && ` (skipped: ${missing})`}`,
+    async () => {
+      const quickjs = name === 'quickjs';
+      const script = `
+        import { openSandboxes } from ${JSON.stringify(room)};
+        const { driver } = await openSandboxes({
+          dir: ${JSON.stringify(join(home, `interrupted-${name}`))}, prefer: '${name}', warm: 0, processes: 1 });
+        const sandbox = await driver.create();
+        const run = async (source) =>
+          (await sandbox.runCode([{ language: '${quickjs ? 'javascript' : 'python'}', source }]))[0];
+        const first = await run('print(1)');
+        const during = run(${JSON.stringify(
+          quickjs
+            ? 'const end = Date.now() + 1000; while (Date.now() < end); print(2)'
+            : 'import time; time.sleep(1); print(2)',
+        )});
+        process.on('SIGINT', async () => {
+          const results = [first, await during, await run('print(3)')];
+          await driver.close();
+          console.log(JSON.stringify(results.map(({ stdout }) => stdout)));
+          process.exit();
+        });
+        console.log(JSON.stringify('running'));
+        setInterval(() => {}, 1000);
+      `;
+      const { child, next } = startScript(script, [], true);
+      expect(await next()).toBe('running');
+      process.kill(-child.pid!, 'SIGINT');
+      expect(await next()).toEqual(['1\n', '2\n', '3\n']);
+    },
+  );
+}
 
 test('QuickJS: memory and stack bombs end the snippet, not the process; no Node inside', async () => {
   const driver = await QuickJsDriver.open({ dir: join(home, 'quickjs'), processes: 1 });

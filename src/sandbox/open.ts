@@ -12,6 +12,10 @@ export interface OpenedSandboxes {
   driver: SandboxDriver;
   /** One line for the user: what was chosen and why. */
   saidAloud: string;
+  /** Why bubblewrap is not used; null when it is. */
+  reason: string | null;
+  /** What a person does to get bubblewrap; null when it is used. */
+  next: string | null;
 }
 
 export type Probe = { ok: true; said: string } | { ok: false; reason: string; next: string };
@@ -66,15 +70,21 @@ export async function openSandboxes(options: OpenSandboxesOptions): Promise<Open
   const weaker = 'QuickJS in a separate process: weaker boundary, JavaScript only';
   if (prefer === 'quickjs') {
     const driver = await QuickJsDriver.open(rest);
-    return { driver, saidAloud: `sandbox: ${weaker}; as asked` };
+    return {
+      driver,
+      saidAloud: `sandbox: ${weaker}; as asked`,
+      reason: 'QuickJS was asked for',
+      next: "Leave `prefer` out, or set it to 'bubblewrap'.",
+    };
   }
   try {
     const driver = await openBubblewrap(rest);
-    return { driver, saidAloud: describe(driver) };
+    return { driver, saidAloud: describe(driver), reason: null, next: null };
   } catch (error) {
     if (prefer === 'bubblewrap' || !(error instanceof LonghaulError)) throw error;
     const driver = await QuickJsDriver.open(rest);
-    const reason = error.message.split('\n')[0];
-    return { driver, saidAloud: `sandbox: ${weaker}; ${reason} (${error.next})` };
+    const reason = error.message.split('\n')[0]!;
+    const next = error.next ?? 'Run `longhaul doctor` to see what this machine lacks.';
+    return { driver, saidAloud: `sandbox: ${weaker}; ${reason} (${next})`, reason, next };
   }
 }

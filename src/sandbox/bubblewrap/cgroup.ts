@@ -18,6 +18,7 @@ export interface CgroupHost {
 
 export interface CgroupLimits {
   memoryBytes: number;
+  diskBytes: number;
   cpus: number;
   pids: number;
 }
@@ -148,7 +149,6 @@ const CPU_PERIOD_US = 100_000;
 export class Cgroup {
   readonly #version: CgroupHost['version'];
   readonly #paths: Partial<Record<Controller, string>> = {};
-  #memoryLimit = 0;
 
   constructor(host: CgroupHost, owner: string, id: string, limits: CgroupLimits) {
     this.#version = host.version;
@@ -157,7 +157,7 @@ export class Cgroup {
       mkdirSync(path, { recursive: true });
       this.#paths[name] = path;
     }
-    this.setMemory(limits.memoryBytes);
+    this.#limitMemory(limits.memoryBytes + limits.diskBytes);
     const quota = Math.max(1000, Math.round(limits.cpus * CPU_PERIOD_US));
     const pids = String(limits.pids + OWN_PROCESSES);
     if (this.#version === 'v2') {
@@ -185,25 +185,22 @@ export class Cgroup {
     return path ? read(join(path, file)) : '';
   }
 
-  /** Bytes for processes and what they keep in memory, files on tmpfs included. */
-  setMemory(bytes: number): void {
-    if (bytes === this.#memoryLimit) return;
-    const raise = bytes > this.#memoryLimit;
-    this.#memoryLimit = bytes;
-    try {
-      if (this.#version === 'v2') {
-        this.#write('memory', 'memory.max', String(bytes));
-        this.#optional('memory.swap.max', '0');
-        return;
-      }
-      // memory + swap may never be below memory: the order depends on the direction.
-      if (raise) this.#optional('memory.memsw.limit_in_bytes', String(bytes));
-      this.#write('memory', 'memory.limit_in_bytes', String(bytes));
-      this.#optional('memory.memsw.limit_in_bytes', String(bytes));
-    } catch (error) {
-      // Lowering below what is in use is refused (EBUSY): the higher limit stays until next time.
-      if ((error as NodeJS.ErrnoException).code !== 'EBUSY') throw error;
+  /**
+   * Bytes for processes and files together: the sandbox's files are on tmpfs, and the kernel charges
+   * their pages to the group of the process that writes them. So the limit is the memory asked for plus
+   * the whole disk limit, from the start: the disk limit bites first (ENOSPC), and no command within it
+   * is killed for its files. The trade: what files leave free of the disk limit processes can use, so
+   * they have at least `memoryBytes` and at most `memoryBytes + diskBytes`. A limit that follows the
+   * files between commands would be tighter, but kills any command that fills the disk by itself.
+   */
+  #limitMemory(bytes: number): void {
+    if (this.#version === 'v2') {
+      this.#write('memory', 'memory.max', String(bytes));
+      this.#optional('memory.swap.max', '0');
+      return;
     }
+    this.#write('memory', 'memory.limit_in_bytes', String(bytes));
+    this.#optional('memory.memsw.limit_in_bytes', String(bytes));
   }
 
   /** Swap accounting is absent on many kernels. */
@@ -211,7 +208,7 @@ export class Cgroup {
     try {
       this.#write('memory', file, text);
     } catch {
-      // no such file, or not yet consistent with the other limit
+      // no such file
     }
   }
 

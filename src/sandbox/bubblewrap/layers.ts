@@ -8,6 +8,11 @@ import type { LayerRef } from './supervisor.ts';
 /** Layers of a workspace, topmost first. */
 export type LayerStack = readonly LayerRef[];
 
+export interface Weight {
+  bytes: number;
+  inodes: number;
+}
+
 /** `layer.json` beside a durable layer's files. */
 export interface DurableMeta {
   version: 1;
@@ -17,6 +22,8 @@ export interface DurableMeta {
   parents: LayerId[];
   bytes: number;
   inodes: number;
+  /** What the workspace shows through this layer and all below it, where it was counted. */
+  shows?: Weight;
   createdAt: string;
   /** Never handed out: kept only while a layer above needs it. */
   internal: boolean;
@@ -119,15 +126,25 @@ export class LayerRegistry {
     });
   }
 
-  /** Bytes and inodes that the durable layers of a stack hold. */
-  weight(stack: LayerStack): { bytes: number; inodes: number } {
+  /** What the durable layers of a stack hold on disk, with what later layers replace or remove. */
+  held(stack: LayerStack): Weight {
+    return this.#sum(stack, false);
+  }
+
+  /** What the durable layers of a stack count for in the disk limit: no less than they show. */
+  weight(stack: LayerStack): Weight {
+    return this.#sum(stack, true);
+  }
+
+  #sum(stack: LayerStack, shown: boolean): Weight {
     let bytes = 0;
     let inodes = 0;
     for (const ref of stack) {
-      if (!('durable' in ref)) continue;
-      const meta = this.#meta(ref.durable);
-      bytes += meta?.bytes ?? 0;
-      inodes += meta?.inodes ?? 0;
+      const meta = 'durable' in ref ? this.#meta(ref.durable) : null;
+      const counted = (shown && meta?.shows) || meta;
+      bytes += counted?.bytes ?? 0;
+      inodes += counted?.inodes ?? 0;
+      if (shown && meta?.shows) break; // speaks for everything below
     }
     return { bytes, inodes };
   }

@@ -13,7 +13,7 @@ import type { Cgroup } from './cgroup.ts';
 import { AgentChannel, type Frame, frameParts } from './channel.ts';
 import type { AgentLimits } from './command.ts';
 import { bubblewrapCommand } from './command.ts';
-import { type LayerRegistry, type LayerStack, newDurableId } from './layers.ts';
+import { type LayerRegistry, type LayerStack, newDurableId, type Weight } from './layers.ts';
 import {
   adviseOn,
   type LayerRef,
@@ -34,8 +34,6 @@ const GRACE_MS = 10_000;
 const SQUASH_DEPTH = 32;
 /** The agent and its spare fork, which the guest's process limit leaves room for. */
 const OWN_INSIDE = 2;
-/** The memory limit follows the files on tmpfs in steps of this. */
-const MEMORY_STEP = 1024 * 1024;
 
 const SIGNALS = new Map(
   Object.entries(osConstants.signals).map(([name, number]) => [number as number, name]),
@@ -176,10 +174,8 @@ export class BubblewrapSandbox implements Sandbox {
         upper,
         ...options,
         // What durable layers hold on disk counts too; there is always room for a little.
-        ...(weight.bytes > 0 && {
-          bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
-          inodes: Math.max(this.spec.inodes - weight.inodes, 64),
-        }),
+        bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
+        inodes: Math.max(this.spec.inodes - weight.inodes, 64),
       });
     } catch (error) {
       registry.release(stack);
@@ -233,7 +229,7 @@ export class BubblewrapSandbox implements Sandbox {
     try {
       const frame = await channel.call(header, parts);
       this.#oomBefore = false;
-      this.#followDisk(Number(frame.header.disk));
+      this.#diskBytes = Number(frame.header.disk);
       if (frame.header.broken !== undefined)
         throw this.#break(`the agent inside cannot go on: ${frame.header.broken}`);
       return frame;
@@ -259,8 +255,7 @@ export class BubblewrapSandbox implements Sandbox {
   async #restart(): Promise<void> {
     try {
       this.#channel?.destroy();
-      // Files written by the command that ran out of memory must leave the new agent its own.
-      this.#followDisk(Number(await this.#host.supervisor.request('bare', { sid: this.id })));
+      await this.#host.supervisor.request('bare', { sid: this.id });
       await this.#launch();
       const frozen: LayerRef = { home: this.id, name: this.#upper, uid: this.uid };
       await this.#mount([frozen, ...this.#stack], { retired: this.#upper });
@@ -274,17 +269,6 @@ export class BubblewrapSandbox implements Sandbox {
     const fresh = seen - this.#oomSeen;
     this.#oomSeen = seen;
     return fresh;
-  }
-
-  /**
-   * Files of the workspace are in memory and charged to the sandbox's group. So the limit is the
-   * memory asked for plus what the files hold: files never take memory from later commands.
-   */
-  #followDisk(bytes: number): void {
-    if (Math.abs(bytes - this.#diskBytes) < MEMORY_STEP) return;
-    this.#diskBytes = bytes;
-    const files = Math.ceil(Math.min(bytes, this.spec.diskBytes) / MEMORY_STEP) * MEMORY_STEP;
-    this.#cgroup?.setMemory(this.spec.memoryBytes + files);
   }
 
   #results(frame: Frame): ExecResult[] {
@@ -499,27 +483,46 @@ export class BubblewrapSandbox implements Sandbox {
 
   /** Every volatile layer of the stack is copied to disk, the upper one last: it names the others. */
   async #freezeDurable(): Promise<LayerId> {
-    const { registry, supervisor } = this.#host;
-    const heavy = registry.weight(this.#stack).bytes > this.spec.diskBytes / 2;
-    if (heavy || this.#stack.length >= SQUASH_DEPTH || !supervisor.ready.stackable) {
-      const whole = await this.#copy({ merged: true }, [], false);
-      await this.#mount([whole], { discard: this.#upper });
-      return whole.durable;
+    const { supervisor } = this.#host;
+    const shows = await this.#shows();
+    const whole = shows === 'garbage' || this.#stack.length >= SQUASH_DEPTH;
+    if (whole || !supervisor.ready.stackable) {
+      const copy = await this.#copy({ merged: true }, [], false);
+      await this.#mount([copy], { discard: this.#upper });
+      return copy.durable;
     }
     let below: { durable: string; uid: number }[] = [];
     for (const ref of [...this.#stack].reverse()) {
       const durable = 'durable' in ref ? ref : await this.#copy(ref, below, true);
       below = [durable, ...below];
     }
-    const top = await this.#copy({ home: this.id, name: this.#upper }, below, false);
+    const top = await this.#copy({ home: this.id, name: this.#upper }, below, false, shows);
     await this.#mount([top, ...below], { discard: this.#upper });
     return top.durable;
+  }
+
+  /**
+   * What the workspace shows, counted once the layers below might hold much more than that; null before.
+   * `garbage` when they do: then a whole copy frees more than half the disk limit, so copies write at
+   * most twice what the guest wrote. A workspace that is merely full is never copied whole for it.
+   */
+  async #shows(): Promise<Weight | 'garbage' | null> {
+    const { registry, supervisor } = this.#host;
+    const { bytes, inodes } = registry.held(this.#stack);
+    const light =
+      bytes + this.#diskBytes <= this.spec.diskBytes / 2 && inodes <= this.spec.inodes / 2;
+    if (bytes === 0 || light) return null;
+    const shown = (await supervisor.request('count', { sid: this.id })) as Weight;
+    const garbage =
+      bytes - shown.bytes > this.spec.diskBytes / 2 || inodes - shown.inodes > this.spec.inodes / 2;
+    return garbage ? 'garbage' : shown;
   }
 
   async #copy(
     source: { home: string; name: string } | { merged: true },
     below: { durable: string }[],
     internal: boolean,
+    shows: Weight | null = null,
   ): Promise<{ durable: string; uid: number }> {
     const { supervisor, uidBase } = this.#host;
     const id = newDurableId();
@@ -538,6 +541,7 @@ export class BubblewrapSandbox implements Sandbox {
         parents: below.map((ref) => ref.durable),
         createdAt: new Date().toISOString(),
         internal,
+        ...(shows && { shows }),
       },
     });
     return { durable: id, uid };

@@ -26,7 +26,7 @@ import time
 
 # Isolated mode (-I) leaves this folder out.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-from layercopy import copy_layer  # noqa: E402
+from layercopy import copy_layer, count_shown  # noqa: E402
 from mounts import (  # noqa: E402
     CLONE_NEWNS,
     CLONE_NEWUSER,
@@ -52,6 +52,8 @@ from mounts import (  # noqa: E402
 BASE = "/tmp"
 UID_BLOCK = 1024
 MAX_LINE = 16 * 1024 * 1024
+# Room beyond a sandbox's limit while its workspace is mounted: a full one gets a fresh layer too.
+HEADROOM_BYTES, HEADROOM_INODES = 1024 * 1024, 64
 
 
 class Supervisor:
@@ -271,6 +273,7 @@ class Supervisor:
         for name in ("ws", "tmp", "d"):
             os.mkdir("%s/%s" % (top, name), 0o755)
         sandbox = {"sid": sid, "uid": uid, "pid": 0, "mapped": set(), "namespaces": {}, "err": b"", "tmp": None}
+        sandbox["limit"] = (request["bytes"], request["inodes"])
         self.sandboxes[sid] = sandbox
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
@@ -283,6 +286,7 @@ class Supervisor:
         sandbox = self.sandboxes[request["sid"]]
         top, uid = "s%s" % request["sid"], sandbox["uid"]
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
+        self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
         os.mkdir(upper, 0o755)
         os.chown(upper, uid, uid)
@@ -304,13 +308,34 @@ class Supervisor:
             self.discard("%s/d/work-%s" % (top, request["discard"]))
         if request.get("retired"):
             self.discard("%s/d/work-%s" % (top, request["retired"]))
-        if request.get("bytes"):
-            try:
-                mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
-                      "size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise  # EINVAL: more is in use already, which is a limit too
+        sandbox["limit"] = (request["bytes"], request["inodes"])
+        if self.limit(sandbox) or not self.going(top):
+            return None
+
+        def job():
+            # What is on its way out would be room beyond the limit once it is gone. Only the janitor
+            # deletes: a folder that it leaves has given its room back, one emptied by two may not have.
+            end = time.monotonic() + 30
+            while self.going(top) and time.monotonic() < end:
+                time.sleep(0.002)
+            self.limit(sandbox)
+
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
+    def limit(self, sandbox, more_bytes=0, more_inodes=0):
+        """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
+        place = "s%s/d" % sandbox["sid"]
+        info = os.statvfs(place)
+        used = (info.f_blocks - info.f_bfree) * info.f_frsize, info.f_files - info.f_ffree
+        size, inodes = (max(pair) for pair in zip(sandbox["limit"], used))
+        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
+              "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
+        return (size, inodes) == sandbox["limit"]
+
+    def going(self, top):
+        """Trees of a sandbox that the janitor has yet to delete."""
+        return [name for name in os.listdir(top + "/d") if ".gone" in name]
 
     def start_janitor(self):
         """A child that deletes trees, so that a large one holds up no request."""
@@ -406,6 +431,12 @@ class Supervisor:
         self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
         return NotImplemented
 
+    def op_count(self, request):
+        """Answers with the bytes and inodes that the workspace shows, through all its layers."""
+        job = lambda: dict(zip(("bytes", "inodes"), count_shown("s%s/ws" % request["sid"])))
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
     def op_close(self, request):
         """Ends the processes and unmounts; with `keep` the tmpfs stays for the layers on it."""
         sid = request["sid"]
@@ -436,8 +467,7 @@ class Supervisor:
         os.rmdir(top)
 
     def op_bare(self, request):
-        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to.
-        Answers with the bytes that files hold."""
+        """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
         top = "s%s" % request["sid"]
         unmount(top + "/ws")
         unmount(top + "/tmp")
@@ -445,9 +475,6 @@ class Supervisor:
         if sandbox["tmp"]:
             self.discard(sandbox["tmp"])
         sandbox["tmp"] = None
-        info = os.statvfs(top + "/d")
-        self.answer({"id": request["id"], "ok": (info.f_blocks - info.f_bfree) * info.f_frsize})
-        return NotImplemented
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
@@ -637,7 +664,6 @@ def remove_cgroup(path):
 def main():
     # The owner's own death before this line shows as the end of input.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner decides; Ctrl-C reaches the whole group
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(0, 1)

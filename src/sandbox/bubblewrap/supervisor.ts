@@ -112,7 +112,14 @@ export class Supervisor {
     const child = spawn(
       options.python,
       ['-I', '-S', '-B', fileURLToPath(new URL('./supervisor.py', import.meta.url))],
-      { stdio: ['pipe', 'pipe', 'pipe'], env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' }, cwd: '/' },
+      {
+        stdio: ['pipe', 'pipe', 'pipe'],
+        env: { PATH: '/usr/sbin:/usr/bin:/sbin:/bin' },
+        cwd: '/',
+        // A session of its own: Ctrl-C signals the terminal's whole process group, and only the owner
+        // decides what that ends. Its own end is seen by pdeathsig and the end of input.
+        detached: true,
+      },
     );
     let stderr = '';
     child.stderr!.on('data', (chunk: Buffer) => {

@@ -47,7 +47,8 @@ class SnippetProcess {
         '--no-warnings',
         fileURLToPath(new URL(file, import.meta.url)),
       ],
-      { env: {}, cwd: '/', stdio: ['pipe', 'pipe', 'pipe'] },
+      // A session of its own, so that Ctrl-C at a terminal is the owner's alone; the end of input ends it.
+      { env: {}, cwd: '/', stdio: ['pipe', 'pipe', 'pipe'], detached: true },
     );
     this.#child.stdin!.on('error', () => {});
     this.#child.on('error', (error) => {
