@@ -55,12 +55,11 @@ function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinit
 export async function openParts(platform: Platform, spec: RunSpec) {
   const driver = await platform.sandboxes();
   if (spec.agent === 'coder' && !driver.capabilities.exec) {
+    const shortfall = platform.sandboxShortfall;
     throw new LonghaulError(
       'SandboxUnavailable',
-      'coding tasks need commands, and the sandbox of this machine runs none',
-      {
-        next: `\`${platform.hint('doctor')}\` says why bubblewrap cannot run here and how to get it.`,
-      },
+      `coding tasks need commands, which only bubblewrap runs: ${shortfall?.reason ?? 'it is not used'}`,
+      shortfall ? { next: shortfall.next } : {},
     );
   }
   const session = await openTask(spec, driver.capabilities.languages);

@@ -18,6 +18,8 @@ export class Platform {
   readonly output: Output;
   readonly redactor = new Redactor(secretsOf(process.env));
   readonly worker = `${hostname()}:${process.pid}`;
+  /** Why bubblewrap is not used and what to do, once `sandboxes` has answered. */
+  sandboxShortfall: { reason: string; next: string } | null = null;
   readonly #homeGiven: string;
   readonly #closers: (() => Promise<void>)[] = [];
   #store: Promise<Store> | null = null;
@@ -43,7 +45,10 @@ export class Platform {
 
   sandboxes(): Promise<SandboxDriver> {
     this.#sandboxes ??= (async () => {
-      const { driver, saidAloud } = await openSandboxes({ dir: join(this.home, 'sandbox') });
+      const opened = await openSandboxes({ dir: join(this.home, 'sandbox') });
+      const { driver, saidAloud } = opened;
+      this.sandboxShortfall =
+        opened.reason === null ? null : { reason: opened.reason, next: opened.next ?? '' };
       this.#closers.push(() => driver.close());
       this.output.say(saidAloud);
       return driver;

@@ -79,8 +79,11 @@ function sandbox(platform: Platform): Promise<Finding> {
       const [result] = await sandbox.runCode([{ language, source }]);
       if (result?.stdout.trim() !== '42')
         throw new Error(`a ${language} snippet gave ${JSON.stringify(result)}`);
+      const shortfall = platform.sandboxShortfall;
+      const instead =
+        shortfall === null ? '' : `; bubblewrap: ${shortfall.reason} (${shortfall.next})`;
       const { memory, cpu, pids, disk, layers, isolation } = driver.capabilities;
-      return `${driver.name}: a ${language} snippet took ${(performance.now() - startedAt).toFixed(1)} ms; isolation ${isolation}, limits: memory ${memory}, cpu ${cpu}, pids ${pids}, disk ${disk}, layers ${layers}`;
+      return `${driver.name}: a ${language} snippet took ${(performance.now() - startedAt).toFixed(1)} ms; isolation ${isolation}, limits: memory ${memory}, cpu ${cpu}, pids ${pids}, disk ${disk}, layers ${layers}${instead}`;
     } finally {
       await sandbox.stop();
     }
