@@ -58,7 +58,7 @@ export async function openParts(platform: Platform, spec: RunSpec) {
     const shortfall = platform.sandboxShortfall;
     throw new LonghaulError(
       'SandboxUnavailable',
-      `coding tasks need commands, which only bubblewrap runs: ${shortfall?.reason ?? 'it is not used'}`,
+      `coding tasks need commands, which QuickJS does not run; ${shortfall?.reason ?? 'bubblewrap is not used'}`,
       shortfall ? { next: shortfall.next } : {},
     );
   }

@@ -80,8 +80,7 @@ function sandbox(platform: Platform): Promise<Finding> {
       if (result?.stdout.trim() !== '42')
         throw new Error(`a ${language} snippet gave ${JSON.stringify(result)}`);
       const shortfall = platform.sandboxShortfall;
-      const instead =
-        shortfall === null ? '' : `; bubblewrap: ${shortfall.reason} (${shortfall.next})`;
+      const instead = shortfall === null ? '' : `; ${shortfall.reason} (${shortfall.next})`;
       const { memory, cpu, pids, disk, layers, isolation } = driver.capabilities;
       return `${driver.name}: a ${language} snippet took ${(performance.now() - startedAt).toFixed(1)} ms; isolation ${isolation}, limits: memory ${memory}, cpu ${cpu}, pids ${pids}, disk ${disk}, layers ${layers}${instead}`;
     } finally {

@@ -12,5 +12,6 @@ export function wilson(successes: number, trials: number, z = 1.959964): [number
   const scale = 1 + (z * z) / trials;
   const centre = share + (z * z) / (2 * trials);
   const half = z * Math.sqrt((share * (1 - share)) / trials + (z * z) / (4 * trials * trials));
-  return [(centre - half) / scale, (centre + half) / scale];
+  // Rounding can leave [0, 1] by a last bit.
+  return [Math.max(0, (centre - half) / scale), Math.min(1, (centre + half) / scale)];
 }
