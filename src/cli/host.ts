@@ -53,6 +53,7 @@ function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinit
 
 /** Everything a run refers to. What is missing or does not fit is found here, before anything happens. */
 export async function openParts(platform: Platform, spec: RunSpec) {
+  const model = await openModel(platform, spec.model);
   const driver = await platform.sandboxes();
   if (spec.agent === 'coder' && !driver.capabilities.exec) {
     const shortfall = platform.sandboxShortfall;
@@ -63,7 +64,6 @@ export async function openParts(platform: Platform, spec: RunSpec) {
     );
   }
   const session = await openTask(spec, driver.capabilities.languages);
-  const model = await openModel(platform, spec.model);
   return { driver, session, model, agent: agentOf(spec, driver.capabilities) };
 }
 
