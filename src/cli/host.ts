@@ -47,7 +47,8 @@ async function openTask(
 
 function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinition {
   if (spec.agent === 'coder') return coder(capabilities);
-  if (spec.agent === 'programmer') return programmer(80, { temperature: 0 });
+  // Sampled as it was trained: greedy decoding would answer a failed try with the same program again.
+  if (spec.agent === 'programmer') return programmer(80, { temperature: 1, seed: spec.seed });
   throw new LonghaulError('ConfigInvalid', `this version knows no agent "${spec.agent}"`);
 }
 

@@ -158,7 +158,7 @@ export async function forkRun(
   parentId: string,
   atStep: number,
   change: { message?: string; model?: RunSpec['model']; seed?: number; budget?: Budget } = {},
-): Promise<{ runId: string; layer: string | null }> {
+): Promise<{ runId: string; spec: RunSpec }> {
   const events = await log.read(parentId);
   if (events.length === 0) throw new LonghaulError('NotFound', `there is no run ${parentId}`);
   const kept = eventsUntil(events, atStep);
@@ -183,8 +183,7 @@ export async function forkRun(
   }
   const runId = ulid();
   await log.create(runId, spec, inherited);
-  const layer = kept.findLast((event) => event.type === 'workspace.saved');
-  return { runId, layer: layer?.type === 'workspace.saved' ? layer.data.layer : null };
+  return { runId, spec };
 }
 
 /** Events up to the quiescent point after a step: all its calls have ended, the next was not asked for. */

@@ -138,11 +138,14 @@ describe.skipIf(!bubblewrap)('a hosted run (bubblewrap is needed)', () => {
         { text: 'looked' },
       ],
     });
-    const { json } = await stage.run('fork', 'last', '--at', '2', '--message', 'only look');
+    const { json } = await stage.run(
+      ...['fork', 'last', '--at', '2', '--message', 'only look', '--seed', '7'],
+    );
     expect(json).toMatchObject({ status: 'failed', reward: { value: 0 } });
     const { events } = await show();
     const state = fold(events);
     expect(state.spec.parent?.runId).toBe(parent[0]!.runId);
+    expect(state.spec.seed).toBe(7);
     expect(state.messages.some((message) => message.content === 'only look')).toBe(true);
     // After step 2 the first command had left its line and no edit had been made.
     const looked = events.findLast((event) => event.type === 'tool.completed');

@@ -87,7 +87,7 @@ export async function fork(
     platform.output.say(`start  ${platform.hint(`resume ${child.runId}`)}`);
     return 0;
   }
-  return host(platform, child.runId, { ...parent.spec, model });
+  return host(platform, child.runId, child.spec);
 }
 
 /** `longhaul stop RUN`: the worker that has it ends it within seconds; without a worker it ends here. */
