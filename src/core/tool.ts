@@ -9,7 +9,9 @@ export type ExitCause =
   | 'timeout'
   /** The kernel's out-of-memory killer, seen in the cgroup's events or by rlimit. */
   | 'out_of_memory'
-  | 'output_limit';
+  | 'output_limit'
+  /** Ended because the caller said so: by its abort signal, `kill` or `stop`. */
+  | 'killed';
 
 export interface ExecRequest {
   argv: readonly string[];
@@ -20,7 +22,13 @@ export interface ExecRequest {
   timeoutMs?: number;
   /** Bytes kept of stdout and stderr each: half from the head, half from the tail. Default 256 KiB. */
   keepBytes?: number;
+  /** Told of output as it comes, chunks in the order of each stream; the result holds it too. */
+  onOutput?: (stream: OutputStream, chunk: Uint8Array) => void;
+  /** Aborting kills the whole process tree; the call then ends with cause `killed`. */
+  signal?: AbortSignal;
 }
+
+export type OutputStream = 'stdout' | 'stderr';
 
 export interface ExecResult {
   cause: ExitCause;
@@ -33,6 +41,22 @@ export interface ExecResult {
   stdoutBytes: number;
   stderrBytes: number;
   durationMs: number;
+  /** Limits that the guest ran into meanwhile, counted by the kernel outside it; absent: none was seen. */
+  limitsHit?: readonly ('memory' | 'pids')[];
+}
+
+/** A process that goes on while other calls are made. It ends with the sandbox, a rollback or a fork. */
+export interface SandboxProcess {
+  /** Number within the sandbox, for `kill` and for people. */
+  readonly id: number;
+  /** Settles when the process has ended; what it printed is kept as `keepBytes` says. Never rejects on the guest's account. */
+  readonly exited: Promise<ExecResult>;
+  /** Resolves when the bytes have been handed to the process; `FileRefused` when it no longer reads. */
+  write(data: Uint8Array | string): Promise<void>;
+  /** Closes standard input. */
+  end(): Promise<void>;
+  /** Sends a signal to the process and its group; the default is SIGKILL. A process that is gone is no error. */
+  kill(signal?: 'SIGTERM' | 'SIGINT' | 'SIGHUP' | 'SIGKILL' | 'SIGUSR1' | 'SIGUSR2'): Promise<void>;
 }
 
 export interface CodeRequest {
@@ -42,10 +66,35 @@ export interface CodeRequest {
   timeoutMs?: number;
 }
 
+export type FileKind = 'file' | 'directory' | 'symlink' | 'other';
+
 export interface FileEntry {
+  /** Bytes that are not UTF-8 show as U+FFFD; `rawName` then holds the name as it is. */
   name: string;
-  kind: 'file' | 'directory' | 'symlink' | 'other';
+  rawName?: Uint8Array;
+  kind: FileKind;
   bytes: number;
+}
+
+/** Of the path itself: a symlink is not followed. */
+export interface FileStat {
+  kind: FileKind;
+  bytes: number;
+  /** Permission bits, as in `chmod`. */
+  mode: number;
+  modifiedMs: number;
+  /** Where a symlink points, as written in it. */
+  target?: string;
+}
+
+/** A path inside: absolute, or relative to the workspace. Bytes where the name is not UTF-8. */
+export type SandboxPath = string | Uint8Array;
+
+export interface ReadOptions {
+  /** Most bytes to return. Default 1 MiB; a driver may carry less in one call, at least 64 MiB. */
+  limit?: number;
+  /** Where to begin. Default 0. */
+  offset?: number;
 }
 
 /**
@@ -56,12 +105,16 @@ export interface FileEntry {
  */
 export interface ToolSandbox {
   exec(request: ExecRequest): Promise<ExecResult>;
+  /** Starts a process that outlives the call. `timeoutMs` is absent unless given. */
+  start(request: ExecRequest): Promise<SandboxProcess>;
   /** Runs snippets in warm interpreters, each in a process of its own, in order. One round trip. */
   runCode(requests: readonly CodeRequest[]): Promise<ExecResult[]>;
-  /** Usage error `NotFound` for a missing file; `limit` bytes at most (default 1 MiB). */
-  readFile(path: string, limit?: number): Promise<Uint8Array>;
-  writeFile(path: string, data: Uint8Array | string): Promise<void>;
-  listFiles(path: string): Promise<FileEntry[]>;
+  /** Usage error `NotFound` for a missing file; a plain number is the limit. */
+  readFile(path: SandboxPath, options?: number | ReadOptions): Promise<Uint8Array>;
+  writeFile(path: SandboxPath, data: Uint8Array | string): Promise<void>;
+  /** Entries of a directory, sorted by name. */
+  listFiles(path: SandboxPath): Promise<FileEntry[]>;
+  stat(path: SandboxPath): Promise<FileStat>;
 }
 
 /** What a model is told of a tool, and what the ledger needs to know of it. */
