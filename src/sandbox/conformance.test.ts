@@ -298,10 +298,11 @@ describe.each(drivers)('$name', ({ open }) => {
         },
         timeoutMs: 20_000,
       });
+      const refused = expect(running).rejects.toMatchObject({ code: 'SandboxBroken' });
       await first.promise;
       expect(seen).toEqual(['stdout one\n']);
       await sandbox.stop();
-      await expect(running).rejects.toMatchObject({ code: 'SandboxBroken' });
+      await refused;
     }
     await sandbox.stop();
   });

@@ -142,8 +142,8 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What the pid limit is raised by: bubblewrap's two processes, the agent and its spare fork. */
-const OWN_PROCESSES = 4;
+/** What the pid limit is raised by: bubblewrap's two processes, agent, nursery and a spare. */
+const OWN_PROCESSES = 5;
 const FREEZE_TIMEOUT_MS = 5000;
 const CPU_PERIOD_US = 100_000;
 

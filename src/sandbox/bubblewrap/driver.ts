@@ -30,6 +30,8 @@ export interface BubblewrapOptions {
   maxLive?: number;
   /** How long a request waits for a place. Default 60 s. */
   waitMs?: number;
+  /** A sandbox without a call or a process for so long keeps its files and no interpreter. Default 30 s. */
+  idleMs?: number;
   /** As root: first of the host uids that sandboxes run under. Default 200000. */
   uidBase?: number;
   /** False: rlimits even where control groups can be had. */
@@ -39,6 +41,7 @@ export interface BubblewrapOptions {
 const DEFAULT_WARM = 1;
 const DEFAULT_MAX_LIVE = 64;
 const DEFAULT_WAIT_MS = 60_000;
+const DEFAULT_IDLE_MS = 30_000;
 const DEFAULT_UID_BASE = 200_000;
 /** An agent needs this much to start at all. */
 const MIN_MEMORY_BYTES = 32 * 1024 * 1024;
@@ -54,6 +57,7 @@ export class BubblewrapDriver implements SandboxDriver {
   readonly #python: string;
   readonly #bwrap: string;
   readonly #uidBase: number;
+  readonly #idleMs: number;
   readonly #registry: LayerRegistry;
   readonly #pool: Pool<BubblewrapSandbox>;
   readonly #sandboxes = new Map<string, BubblewrapSandbox>();
@@ -73,6 +77,7 @@ export class BubblewrapDriver implements SandboxDriver {
     this.#bwrap = parts.tools.bwrap;
     this.#python = parts.tools.python;
     this.#uidBase = options.uidBase ?? DEFAULT_UID_BASE;
+    this.#idleMs = options.idleMs ?? DEFAULT_IDLE_MS;
     this.cgroups = parts.cgroups;
     this.#supervisor = supervisor;
     this.#registry = new LayerRegistry(options.dir, (ref) => this.#unused(ref));
@@ -229,6 +234,7 @@ export class BubblewrapDriver implements SandboxDriver {
       supervisor,
       registry: this.#registry,
       uidBase: this.#uidBase,
+      idleMs: this.#idleMs,
       spawn: async (childSpec, childStack) => {
         return this.#adopted(await this.#acquire(childSpec), childStack);
       },

@@ -17,6 +17,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import agent  # noqa: E402
+import process  # noqa: E402
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -28,7 +29,11 @@ PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL, SECCOMP_MODE_FILTER = 4, 2
 CAPABILITY_VERSION_3 = 0x20080522
 INSIDE_ID = 1000
-CONNECTION = 3
+CONNECTION, INIT_IN, INIT_OUT, NURSERY = 3, 4, 5, 6
+CLONE_PARENT = 0x8000
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+# These keep Python's lock: between clone and its hooks no other code may run.
+PYTHON, PYTHON_LIBC = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 
 
 def check(result, what):
@@ -43,9 +48,11 @@ class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-def join(request, connection, process, init_in, init_out, program, parent):
-    """From here on until the last line every step takes something away. Order matters: what needs rights
-    outside comes before the user namespace, what needs rights inside before they are dropped."""
+def join(request, target, parent, program, fds):
+    """Moves this process into the namespaces of process `target`, with `fds` as 3, 4, … and nothing else.
+
+    Every step takes something away. Order matters: what needs rights outside comes before the user
+    namespace, what needs rights inside before they are dropped."""
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for path in request["cgroups"]:
         with open(path + "/cgroup.procs", "w") as file:
@@ -56,8 +63,8 @@ def join(request, connection, process, init_in, init_out, program, parent):
     agent.limit(request["limits"])
     # Process namespaces hold for children only: this process stays where nothing inside can name it.
     # A cgroup namespace of its own bubblewrap makes only where it may.
-    if LIBC.setns(process, NAMESPACES | CLONE_NEWCGROUP) < 0:
-        check(LIBC.setns(process, NAMESPACES), "setns")
+    if LIBC.setns(target, NAMESPACES | CLONE_NEWCGROUP) < 0:
+        check(LIBC.setns(target, NAMESPACES), "setns")
     os.chdir("/")
     os.umask(0o022)
     for capability in range(64):
@@ -74,22 +81,62 @@ def join(request, connection, process, init_in, init_out, program, parent):
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    os.dup2(connection, 100)
-    os.dup2(init_in, 101)
-    os.dup2(init_out, 102)
+    for index, fd in enumerate(fds):
+        os.dup2(fd, 100 + index)
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
-    for fd in (0, 1, 2):
-        os.dup2(100 + fd, CONNECTION + fd, inheritable=False)
-    os.closerange(CONNECTION + 3, 65536)
+    for index in range(len(fds)):
+        os.dup2(100 + index, 3 + index, inheritable=False)
+    os.closerange(3 + len(fds), 65536)
     instructions = ctypes.create_string_buffer(program, len(program))
     filter = Filter(len(program) // 8, ctypes.addressof(instructions))
     check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter), 0, 0), "seccomp")
 
 
-def run(request):
-    """The agent of one sandbox. Its first act ends what an agent before it may have left."""
+def enter(request, connection, target, init_in, init_out, program, parent):
+    """Two processes go in: the agent, and the nursery that makes all others and never hears what for.
+    What runs in a sandbox is a fork of the nursery, so it finds in its memory no other request."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own = os.getpid()
+    if os.fork() == 0:
+        join(request, target, own, program, [theirs.fileno()])
+        tend(socket.socket(fileno=3), request["agent"])
+    join(request, target, parent, program, [connection, init_in, init_out, ours.fileno()])
+    run(socket.socket(fileno=NURSERY))
+
+
+def tend(requests, config):
+    """The nursery: makes a sibling of itself, a child of the agent, for each set of descriptors."""
+    while True:
+        text, fds, _, _ = socket.recv_fds(requests, 16, 5)
+        if not text:
+            os._exit(0)
+        pid = clone_sibling()
+        if pid == 0:
+            try:
+                process.become_process(fds, config)
+            finally:
+                os._exit(1)
+        for fd in fds:
+            os.close(fd)
+        requests.send(struct.pack(">i", pid))
+
+
+def clone_sibling():
+    """fork() of a process whose parent is this one's (clone(2), CLONE_PARENT). Minus errno on failure."""
+    PYTHON.PyOS_BeforeFork()
+    pid = PYTHON_LIBC.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        PYTHON.PyOS_AfterFork_Child()
+        return 0
+    code = ctypes.get_errno()
+    PYTHON.PyOS_AfterFork_Parent()
+    return pid if pid > 0 else -code
+
+
+def run(nursery):
+    """The agent. Its first act ends what an agent before it may have left."""
     tokens = 0
 
     def kill_all():
@@ -99,9 +146,9 @@ def run(request):
         token = b"%d-%d\n" % (os.getpid(), tokens)
         heard = b""
         try:
-            agent.write_all(CONNECTION + 1, token)
+            agent.write_all(INIT_IN, token)
             while not heard.endswith(token):
-                chunk = os.read(CONNECTION + 2, 4096)
+                chunk = os.read(INIT_OUT, 4096)
                 if not chunk:
                     break
                 heard += chunk
@@ -110,8 +157,21 @@ def run(request):
         if not heard.endswith(token):
             raise agent.AgentFault("process 1 of the sandbox is gone")
 
+    def fork(taken):
+        try:
+            socket.send_fds(nursery, [b"f"], taken)
+            answer = nursery.recv(16)
+        except BrokenPipeError:
+            answer = b""
+        if not answer:
+            raise agent.AgentFault("the process that makes others is gone")
+        pid = struct.unpack(">i", answer)[0]
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
     kill_all()
-    agent.Agent(CONNECTION, CONNECTION, request["agent"], kill_all).serve()
+    agent.Agent(CONNECTION, CONNECTION, fork, 2, kill_all).serve()
 
 
 def main():
@@ -143,8 +203,7 @@ def main():
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     request = json.loads(text)
-                    join(request, *fds, program, parent)
-                    run(request)
+                    enter(request, *fds, program, parent)
                 except BaseException as error:
                     # Before the filter: the supervisor's log; after it: nowhere.
                     os.write(2, ("sandbox agent: %r\n" % error).encode())
