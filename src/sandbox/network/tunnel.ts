@@ -1,0 +1,113 @@
+import type { IncomingMessage } from 'node:http';
+import type { Socket } from 'node:net';
+import { pipeline } from 'node:stream/promises';
+import { mayBeTls, readClientHello } from './clienthello.ts';
+import { askedFor, connectTarget, type Target } from './message.ts';
+import { HTTPS_PORT, hostInUrl, normaliseHost } from './rules.ts';
+import { answerAndEnd, denial, type Session } from './session.ts';
+import { refused } from './upstream.ts';
+
+/** A ClientHello in records of sensible size; records of single bytes are an attempt to hide a name. */
+const MAX_FLIGHT_BYTES = 24 * 1024;
+
+/** The next bytes of a connection, or null at its end. Leaves it paused. */
+function nextBytes(socket: Socket, signal: AbortSignal | null): Promise<Buffer | null> {
+  return new Promise((resolve, reject) => {
+    const settle = (act: () => void) => {
+      socket.pause();
+      socket.off('data', onData).off('end', onEnd).off('close', onEnd);
+      signal?.removeEventListener('abort', onAbort);
+      act();
+    };
+    const onData = (bytes: Buffer) => settle(() => resolve(bytes));
+    const onEnd = () => settle(() => resolve(null));
+    const onAbort = () => settle(() => reject(signal?.reason));
+    if (signal?.aborted) return onAbort();
+    if (socket.readableEnded || socket.destroyed) return onEnd();
+    socket.on('data', onData).on('end', onEnd).on('close', onEnd);
+    signal?.addEventListener('abort', onAbort);
+    socket.resume();
+  });
+}
+
+/**
+ * The first bytes of a tunnel once they may pass. TLS must name the host that was asked for; port 443
+ * takes nothing but TLS. Throws `Denied`.
+ */
+async function firstFlight(client: Socket, target: Target, helloMs: number): Promise<Buffer> {
+  const onlyTls = target.port === HTTPS_PORT;
+  // Elsewhere the server may be the one that speaks first: no deadline until the guest has begun.
+  let deadline = onlyTls ? AbortSignal.timeout(helloMs) : null;
+  let flight: Buffer = Buffer.alloc(0);
+  for (;;) {
+    const bytes = await nextBytes(client, deadline).catch(() => {
+      throw refused('the tunnel sent no whole TLS ClientHello in time');
+    });
+    if (!bytes) {
+      if (onlyTls || flight.length > 0) throw refused('the tunnel ended before its TLS began');
+      return flight;
+    }
+    flight = Buffer.concat([flight, bytes]);
+    if (!onlyTls && !mayBeTls(flight[0]!)) return flight;
+    deadline ??= AbortSignal.timeout(helloMs);
+    const hello = readClientHello(flight);
+    if (hello.state === 'complete') {
+      checkServerName(hello.serverName, target);
+      return flight;
+    }
+    if (hello.state === 'invalid')
+      throw refused(`a tunnel to port ${target.port} must carry TLS: ${hello.reason}`);
+    if (flight.length > MAX_FLIGHT_BYTES) throw refused('the TLS ClientHello is too large');
+  }
+}
+
+function checkServerName(serverName: string | null, { host }: Target): void {
+  // An address has no server name (RFC 6066, 3).
+  if (serverName === null && host.kind === 'address') return;
+  if (serverName === null) throw refused(`TLS names no server (SNI); it must name ${host.text}`);
+  const named = /^[\x21-\x7e]+$/.test(serverName) ? normaliseHost(serverName) : null;
+  if (named?.text !== host.text)
+    throw refused(`TLS names ${JSON.stringify(serverName)} (SNI), the tunnel ${hostInUrl(host)}`);
+}
+
+/** Serves `CONNECT`: judges, connects, checks the first bytes, then copies until both sides end. */
+export async function tunnel(
+  session: Session,
+  request: IncomingMessage,
+  client: Socket,
+  head: Buffer,
+): Promise<void> {
+  const { limits } = session.context;
+  const attempt = session.attempts.begin(askedFor(request));
+  let upstream: Socket | null = null;
+  try {
+    const target = connectTarget(request);
+    const rule = session.admit(target, false);
+    if (target.port !== HTTPS_PORT && !rule.names(target.port))
+      throw refused(
+        `a raw tunnel to port ${target.port} needs a rule that names the port: { host: ${JSON.stringify(rule.host)}, ports: [${target.port}] }`,
+      );
+    const signal = AbortSignal.timeout(limits.connectMs);
+    const server = await session.connect(attempt, { ...target, rule }, signal);
+    upstream = server;
+    client.once('close', () => server.destroy());
+    if (client.destroyed) server.destroy();
+    server.setTimeout(limits.idleMs, () => server.destroy());
+    if (head.length > 0) client.unshift(head);
+    client.write('HTTP/1.1 200 Connection established\r\n\r\n');
+    const down = target.port === HTTPS_PORT ? null : pipeline(server, client);
+    // It is awaited below; until then a broken connection must not count as unhandled.
+    down?.catch(() => {});
+    const flight = await firstFlight(client, target, limits.helloMs);
+    server.write(flight);
+    await Promise.all([pipeline(client, server), down ?? pipeline(server, client)]).catch(() => {
+      // Either side broke off: so does the other, and the record says how far it came.
+    });
+  } catch (error) {
+    const reason = denial(error);
+    attempt.end(reason.outcome, reason.message);
+    if (!upstream) return answerAndEnd(client, reason.status, reason.message);
+  }
+  upstream.destroy();
+  client.destroy();
+}
