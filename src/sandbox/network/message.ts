@@ -14,6 +14,8 @@ type Field = readonly [name: string, value: string];
 const HOP_BY_HOP =
   /^(connection|keep-alive|te|trailer|transfer-encoding|upgrade|expect|http2-settings|proxy-.*)$/i;
 const MAX_PORT = 65_535;
+/** Their bytes are limited by the parser, which counts neither separators nor fields. */
+const MAX_FIELDS = 256;
 /** Methods whose requests have no body unless their headers say so; others state a length of 0. */
 const BODILESS = new Set(['GET', 'HEAD', 'DELETE', 'OPTIONS', 'TRACE']);
 
@@ -60,6 +62,8 @@ export function askedFor(request: IncomingMessage): { host: string; port: number
 
 /** A Host header that differs from the target could make proxy and server see two destinations. */
 function checkHost(request: IncomingMessage, target: Target, defaultPort: number, needed: boolean) {
+  if (request.rawHeaders.length > 2 * MAX_FIELDS)
+    throw refused(`the header has more than ${MAX_FIELDS} fields`, 431);
   const values = valuesOf(request, 'host');
   if (values.length === 0 && !needed) return;
   if (values.length !== 1) throw malformed('exactly one Host header is needed');
