@@ -715,7 +715,7 @@ describe.skipIf(!root)('ports below 1024 need root: what a guest tries', () => {
     test('one side may end before the other', async () => {
       const { dial, handle } = guest({ ...WEB, ports: [7] });
       const socket = dial();
-      socket.write(connectTo('web.test:7') + 'with the request, ');
+      socket.write(`${connectTo('web.test:7')}with the request, `);
       await head(socket);
       socket.end('and after');
       expect(await untilEnd(socket)).toBe('with the request, and after');

@@ -1,6 +1,5 @@
 import type { IncomingMessage } from 'node:http';
 import type { Socket } from 'node:net';
-import { pipeline } from 'node:stream/promises';
 import { mayBeTls, readClientHello } from './clienthello.ts';
 import { askedFor, connectTarget, type Target } from './message.ts';
 import { HTTPS_PORT, hostInUrl, normaliseHost } from './rules.ts';
@@ -70,6 +69,21 @@ function checkServerName(serverName: string | null, { host }: Target): void {
     throw refused(`TLS names ${JSON.stringify(serverName)} (SNI), the tunnel ${hostInUrl(host)}`);
 }
 
+/** Whichever side closes, the other follows: once it has what was sent to it, or at once after a break. */
+function join(client: Socket, server: Socket): Promise<unknown> {
+  const follow = (first: Socket, second: Socket) =>
+    new Promise<void>((resolve) => {
+      const onClose = () => {
+        if (first.readableEnded) second.destroySoon();
+        else second.destroy();
+        resolve();
+      };
+      if (first.destroyed) onClose();
+      else first.once('close', onClose);
+    });
+  return Promise.all([follow(client, server), follow(server, client)]);
+}
+
 /** Serves `CONNECT`: judges, connects, checks the first bytes, then copies until both sides end. */
 export async function tunnel(
   session: Session,
@@ -90,19 +104,15 @@ export async function tunnel(
     const signal = AbortSignal.timeout(limits.connectMs);
     const server = await session.connect(attempt, { ...target, rule }, signal);
     upstream = server;
-    client.once('close', () => server.destroy());
-    if (client.destroyed) server.destroy();
+    const closed = join(client, server);
     server.setTimeout(limits.idleMs, () => server.destroy());
     if (head.length > 0) client.unshift(head);
     client.write('HTTP/1.1 200 Connection established\r\n\r\n');
-    const down = target.port === HTTPS_PORT ? null : pipeline(server, client);
-    // It is awaited below; until then a broken connection must not count as unhandled.
-    down?.catch(() => {});
-    const flight = await firstFlight(client, target, limits.helloMs);
-    server.write(flight);
-    await Promise.all([pipeline(client, server), down ?? pipeline(server, client)]).catch(() => {
-      // Either side broke off: so does the other, and the record says how far it came.
-    });
+    if (target.port !== HTTPS_PORT) server.pipe(client);
+    server.write(await firstFlight(client, target, limits.helloMs));
+    client.pipe(server);
+    if (target.port === HTTPS_PORT) server.pipe(client);
+    await closed;
   } catch (error) {
     const reason = denial(error);
     attempt.end(reason.outcome, reason.message);
