@@ -128,13 +128,15 @@ describe.skipIf(!root)('ports below 1024 need root: what a guest tries', () => {
       const { send, handle } = guest(...ANY, { host: 'meta.test' }, { host: 'mapped.test' });
       expect(await send(get(`http://${host}/latest/meta-data/`, host))).toMatch(/^HTTP\/1.1 403 /);
       expect(await send(connectTo(`${host}:443`))).toMatch(/^HTTP\/1.1 403 /);
-      expect(await send(connectTo(`${host}:80`))).toMatch(/^HTTP\/1.1 403 /);
+      const inside = get('/latest/', host);
+      expect(await send(connectTo(`${host}:80`) + inside)).toMatch(/ 403 Forbidden\r\n/);
       const detail = 'is not public';
       expectAttempts(
         handle.attempts(),
         { host, port: 80, method: 'GET', outcome: 'refused', detail },
         { host, port: 443, method: 'CONNECT', outcome: 'refused', detail },
-        { host, port: 80, method: 'CONNECT', outcome: 'refused', detail: 'names the port' },
+        { host, port: 80, method: 'CONNECT', outcome: 'allowed', detail: 'each request judged' },
+        { host: expect.any(String), port: 80, method: 'GET', outcome: 'refused', detail },
       );
     });
   });
@@ -695,15 +697,65 @@ describe.skipIf(!root)('ports below 1024 need root: what a guest tries', () => {
       });
     });
 
-    test('to another port the rule must name it, then the server may speak first', async () => {
-      const { send, handle } = guest(WEB);
-      expect(await send(connectTo('web.test:80'))).toMatch(/^HTTP\/1.1 403 .*ports: \[80\]/s);
-      expect(handle.attempts()).toMatchObject([
-        { outcome: 'refused', method: 'CONNECT', port: 80 },
-      ]);
+    test('to another port that the rule names the server may speak first', async () => {
       const ssh = await tunnelled({ ...WEB, ports: [22] }, 'web.test:22');
       expect(ssh.rest).toBe('SSH-2.0-test\r\n');
       expect(ssh.attempt).toMatchObject({ outcome: 'allowed', bytesDown: 14 });
+    });
+
+    describe('to a port that no rule names, 80', () => {
+      const inside = (path: string, ...more: string[]) =>
+        [`GET ${path} HTTP/1.1`, 'Host: web.test', ...more, '', ''].join('\r\n');
+      const last = 'Connection: close';
+
+      test('plain HTTP is read, and each request judged', async () => {
+        const { send, handle } = guest(WEB);
+        origin.received.length = 0;
+        const answer = await send(connectTo('web.test:80') + inside('/in', last));
+        expect(answer).toMatch(/^HTTP\/1.1 200 Connection established\r\n\r\nHTTP\/1.1 200 /);
+        expect(origin.received).toMatchObject([{ url: '/in', secure: false }]);
+        expectAttempts(
+          handle.attempts(),
+          {
+            host: 'web.test',
+            port: 80,
+            method: 'CONNECT',
+            outcome: 'allowed',
+            detail: 'each request judged',
+          },
+          {
+            host: 'web.test',
+            port: 80,
+            method: 'GET',
+            outcome: 'allowed',
+            detail: origin.address,
+            bytes: true,
+          },
+        );
+      });
+
+      test.each([
+        ['another host', inside('/').replace('web.test', 'evil.test'), 400, 'Host header'],
+        ['a whole address', inside('http://evil.test/'), 400, 'only its path'],
+        ['the same whole address', inside('http://web.test/'), 400, 'only its path'],
+        ['a tunnel', connectTo('web.test:80'), 400, 'tunnel within a tunnel'],
+        ['a WebSocket', inside('/', 'Upgrade: websocket', 'Connection: Upgrade'), 501, 'WebSocket'],
+        ['TLS', craftedHello(['web.test']).toString('latin1'), 400, 'no valid HTTP/1.1'],
+        ['SSH', 'SSH-2.0-guest\r\n', 400, 'no valid HTTP/1.1'],
+        ['a contradiction', inside('/', 'Content-Length: 1, 2'), 400, 'no valid HTTP/1.1'],
+      ])('%s is refused', async (_name, request, status, detail) => {
+        const { send, handle } = guest(WEB);
+        const before = origin.connections;
+        const answer = await send(connectTo('web.test:80'), request);
+        expect(answer).toMatch(
+          new RegExp(`established\r\n\r\nHTTP/1.1 ${status} .*${detail}`, 's'),
+        );
+        expect(origin.connections).toBe(before);
+        expect(handle.attempts()).toMatchObject([
+          { outcome: 'allowed' },
+          { outcome: 'refused', detail: expect.stringContaining(detail) },
+        ]);
+      });
     });
 
     test('to another port TLS must still name the host', async () => {

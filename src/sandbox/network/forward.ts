@@ -9,9 +9,9 @@ import type { Socket } from 'node:net';
 import { pipeline } from 'node:stream/promises';
 import type { Attempt } from './attempts.ts';
 import { SecretMask } from './mask.ts';
-import { askedFor, endToEnd, outgoingHeaders, plainTarget } from './message.ts';
+import { askedFor, endToEnd, outgoingHeaders, plainTarget, type Target } from './message.ts';
 import { HTTP_PORT, HTTPS_PORT, type Rule } from './rules.ts';
-import { denial, denialText, type Session } from './session.ts';
+import { denial, denialText, type Guest, type Session } from './session.ts';
 import { failed, refused, secure } from './upstream.ts';
 
 /** Shorter values can be guessed through the mask, and would mask innocent text. */
@@ -77,16 +77,22 @@ async function copyAnswer(
 
 /** Serves a plain request: judges it, connects anew, writes it anew and copies the answer. */
 export async function forward(
-  session: Session,
+  { session, inside }: Guest,
   request: IncomingMessage,
   response: ServerResponse,
   expectsContinue: boolean,
 ): Promise<void> {
-  const attempt = session.attempts.begin(askedFor(request));
+  const attempt = session.attempts.begin(askedFor(request, inside));
   const gone = new AbortController();
   response.once('close', () => gone.abort(failed('the guest ended the connection')));
   try {
-    await exchange(session, attempt, { request, response, expectsContinue, gone: gone.signal });
+    await exchange(session, attempt, {
+      target: plainTarget(request, inside),
+      request,
+      response,
+      expectsContinue,
+      gone: gone.signal,
+    });
   } catch (error) {
     const { outcome, status, message } = denial(error);
     attempt.end(outcome, message);
@@ -107,6 +113,7 @@ async function exchange(
   session: Session,
   attempt: Attempt,
   guest: {
+    target: Target & { path: string };
     request: IncomingMessage;
     response: ServerResponse;
     expectsContinue: boolean;
@@ -115,7 +122,7 @@ async function exchange(
 ): Promise<void> {
   const { context } = session;
   const { request, response, gone } = guest;
-  const { path, ...target } = plainTarget(request);
+  const { path, ...target } = guest.target;
   if (/\bwebsocket\b/i.test(request.headers.upgrade ?? ''))
     throw refused(
       'a WebSocket passes only through CONNECT (wss, or a rule that names the port)',

@@ -48,8 +48,12 @@ function valuesOf(request: IncomingMessage, name: string): string[] {
 }
 
 /** What the guest asked for, for the record: as it wrote it, but without user and password. */
-export function askedFor(request: IncomingMessage): { host: string; port: number; method: string } {
+export function askedFor(
+  request: IncomingMessage,
+  inside: Target | null,
+): { host: string; port: number; method: string } {
   const { method = '', url = '' } = request;
+  if (inside) return { host: hostInUrl(inside.host), port: inside.port, method };
   const plain = method !== 'CONNECT';
   const text = (plain ? (/^[a-z]+:\/\/([^/?#]*)/i.exec(url)?.[1] ?? '') : url).replace(/^.*@/, '');
   const parts = splitAuthority(text);
@@ -83,9 +87,20 @@ export function connectTarget(request: IncomingMessage): Target {
   return target;
 }
 
-/** The destination of a plain request, `GET http://host:port/path`. Throws `Denied`. */
-export function plainTarget(request: IncomingMessage): Target & { path: string } {
+/**
+ * The destination of a plain request: `GET http://host:port/path`, or `GET /path` inside a tunnel.
+ * Throws `Denied`.
+ */
+export function plainTarget(
+  request: IncomingMessage,
+  inside: Target | null,
+): Target & { path: string } {
   const { url = '' } = request;
+  if (inside) {
+    if (!/^\/[^#]*$/.test(url)) throw malformed('inside a tunnel a request names only its path');
+    checkHost(request, inside, HTTP_PORT, request.httpVersion !== '1.0');
+    return { ...inside, path: url };
+  }
   if (/^(https|wss):/i.test(url))
     throw malformed('use CONNECT for https: the proxy does not see inside TLS');
   const match = /^http:\/\/([^/?#]*)(\/[^#]*|\?[^#]*)?$/i.exec(url);

@@ -10,6 +10,7 @@ import { compilePolicy } from './rules.ts';
 import {
   answerAndEnd,
   DEFAULT_LIMITS,
+  type Guest,
   type ProxyContext,
   type ProxyLimits,
   Session,
@@ -52,8 +53,7 @@ export class NetworkProxy {
   readonly #serve: (socket: Socket) => void;
   readonly #context: ProxyContext;
   readonly #sessions = new Map<string, Session>();
-  /** The session of a connection, and whether a request of it is being served. */
-  readonly #guests = new WeakMap<Socket, { session: Session; busy: boolean }>();
+  readonly #guests = new WeakMap<Socket, Guest>();
   readonly #sockets = new Set<Socket>();
 
   private constructor(options: NetworkProxyOptions) {
@@ -73,7 +73,7 @@ export class NetworkProxy {
       maxHeaderSize: limits.headerBytes,
       headersTimeout: limits.headerMs,
       requestTimeout: 0,
-      keepAliveTimeout: limits.idleMs,
+      keepAliveTimeout: limits.keepAliveMs,
       connectionsCheckingInterval: Math.min(1000, limits.headerMs),
       // Checked with the target, where it can be recorded.
       requireHostHeader: false,
@@ -148,7 +148,7 @@ export class NetworkProxy {
       socket.on('error', () => {});
       socket.setTimeout(0);
       const guest = this.#begin(socket);
-      if (guest) void tunnel(guest.session, request, socket, head);
+      if (guest) void this.#connect(guest, request, socket, head);
     });
     this.#http.on('clientError', (error: NodeJS.ErrnoException, stream) =>
       this.#malformed(error, stream as Socket),
@@ -161,7 +161,7 @@ export class NetworkProxy {
     response.once('close', () => {
       guest.busy = false;
     });
-    void forward(guest.session, request, response, expectsContinue);
+    void forward(guest, request, response, expectsContinue);
   }
 
   /** Reads the relay's line, then lets HTTP begin. */
@@ -197,17 +197,31 @@ export class NetworkProxy {
       answerAndEnd(socket, 503, reason);
       return;
     }
-    this.#guests.set(socket, { session, busy: false });
     if (first.length > 0) socket.unshift(first);
+    this.#speak(socket, { session, inside: null, busy: false });
+  }
+
+  #speak(socket: Socket, guest: Guest): void {
+    this.#guests.set(socket, guest);
     this.#serve.call(this.#http, socket);
     socket.resume();
+  }
+
+  async #connect(
+    guest: Guest,
+    request: IncomingMessage,
+    socket: Socket,
+    head: Buffer,
+  ): Promise<void> {
+    const inside = await tunnel(guest, request, socket, head);
+    if (inside) this.#speak(socket, { session: guest.session, inside, busy: false });
   }
 
   /**
    * One request at a time on a connection: answers in flight on one that another request overtakes
    * would multiply connections, or reach the wrong reader.
    */
-  #begin(socket: Socket): { session: Session; busy: boolean } | null {
+  #begin(socket: Socket): Guest | null {
     const guest = this.#guests.get(socket)!;
     if (guest.busy) {
       const reason = 'a request before the last one was answered (pipelining)';

@@ -179,10 +179,11 @@ class Relay:
                 self.update(connection)
 
 
-def serve(listener, proxy_path, sid, limit=64):
+def serve(listener, proxy_path, sid, limit=80):
     """Relays each connection of a listening TCP socket to the unix socket `proxy_path`; never returns.
 
-    At most `limit` connections at a time; more wait in the listener's queue. The process is this
+    At most `limit` connections at a time; more wait in the listener's queue. More than the proxy takes
+    from one sandbox, so that the guest hears its refusal. The process is this
     function's own: it changes to the socket's folder, since an address holds 108 bytes.
     """
     os.chdir(os.path.dirname(proxy_path) or ".")

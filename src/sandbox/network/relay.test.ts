@@ -3,9 +3,9 @@ import { mkdirSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { promisify } from 'node:util';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import { PROXY_PORT, proxyEnvironment } from './environment.ts';
 import type { NetworkHandle } from './proxy.ts';
 import { NetworkProxy } from './proxy.ts';
-import { PROXY_PORT, proxyEnvironment } from './environment.ts';
 import { Origin } from './test-origin.ts';
 
 const MIB = 1024 * 1024;
@@ -74,9 +74,20 @@ afterAll(async () => {
 });
 
 function inside(command: readonly string[], limit = 64, path = socketPath) {
-  const harness = [join(origin.folder, 'harness.py'), import.meta.dirname, path, 'box', String(limit)];
+  const harness = [
+    join(origin.folder, 'harness.py'),
+    import.meta.dirname,
+    path,
+    'box',
+    String(limit),
+  ];
   return run('unshare', ['-n', 'python3', '-B', ...harness, ...command], {
-    env: { PATH: process.env.PATH, ...proxyEnvironment, CURL_CA_BUNDLE: join(origin.folder, 'ca'), SSL_CERT_FILE: join(origin.folder, 'ca') },
+    env: {
+      PATH: process.env.PATH,
+      ...proxyEnvironment,
+      CURL_CA_BUNDLE: join(origin.folder, 'ca'),
+      SSL_CERT_FILE: join(origin.folder, 'ca'),
+    },
     maxBuffer: 64 * MIB,
   });
 }
@@ -88,119 +99,145 @@ const relayOf = (stderr: string) => {
 
 const python = (...lines: string[]) => ['python3', '-c', lines.join('\n')];
 
-describe.skipIf(!namespaces)('a network namespace of its own needs root: from inside, through the relay', () => {
-  test('curl reaches HTTP and HTTPS hosts by the variables', async () => {
-    const plain = await inside(['curl', '-sS', '-i', 'http://web.test/a']);
-    expect(plain.stdout).toMatch(/^HTTP\/1.1 200 .*"secure":false/s);
-    const secure = await inside(['curl', '-sS', 'https://web.test/a']);
-    expect(secure.stdout).toContain('"secure":true');
-    expect(handle.attempts().slice(-2)).toMatchObject([
-      { method: 'GET', port: 80, outcome: 'allowed' },
-      { method: 'CONNECT', port: 443, outcome: 'allowed' },
-    ]);
-  });
-
-  test('Python does, and so does Node', async () => {
-    const fetchBoth = ['http', 'https'].map(
-      (scheme) => `print(urllib.request.urlopen('${scheme}://web.test/').read())`,
-    );
-    const { stdout } = await inside(python('import urllib.request', ...fetchBoth));
-    expect(stdout).toMatch(/"secure":false.*"secure":true/s);
-    const node = await inside([
-      process.execPath,
-      '-e',
-      "fetch('http://web.test/').then((r) => r.text()).then(console.log)",
-    ]);
-    expect(node.stdout).toContain('"secure":false');
-  });
-
-  test('a secret is used and never seen', async () => {
-    origin.received.length = 0;
-    const { stdout } = await inside(['curl', '-sS', '-i', 'http://api.test/']);
-    expect(origin.received[0]).toMatchObject({ secure: true });
-    expect(origin.received[0]!.headers).toContain(SECRET);
-    expect(stdout).toMatch(/ 200 /);
-    expect(stdout).not.toContain(SECRET);
-  });
-
-  test('a refusal can be read', async () => {
-    const refused = await inside(['curl', '-sS', 'http://169.254.169.254/latest/']);
-    expect(refused.stdout).toMatch(/^longhaul proxy: no rule allows 169.254.169.254 \(port 80\)/);
-    await expect(inside(['curl', '-sS', 'https://evil.test/'])).rejects.toMatchObject({
-      stderr: expect.stringContaining('403'),
+describe.skipIf(!namespaces)(
+  'a network namespace of its own needs root: from inside, through the relay',
+  () => {
+    test('curl reaches HTTP and HTTPS hosts by the variables', async () => {
+      const plain = await inside(['curl', '-sS', '-i', 'http://web.test/a']);
+      expect(plain.stdout).toMatch(/^HTTP\/1.1 200 .*"secure":false/s);
+      const secure = await inside(['curl', '-sS', 'https://web.test/a']);
+      expect(secure.stdout).toContain('"secure":true');
+      expect(handle.attempts().slice(-2)).toMatchObject([
+        { method: 'GET', port: 80, outcome: 'allowed' },
+        { method: 'CONNECT', port: 443, outcome: 'allowed' },
+      ]);
     });
-  });
 
-  test('nothing is reached around the proxy', async () => {
-    const direct = ['curl', '-sS', '--noproxy', '*', '-m', '5'];
-    const { address } = origin;
-    await expect(inside([...direct, `http://${address}/`])).rejects.toMatchObject({ code: 7 });
-    await expect(inside([...direct, 'http://web.test/'])).rejects.toMatchObject({ code: 6 });
-  });
+    test('Python does, and so does Node', async () => {
+      const fetchBoth = ['http', 'https'].map(
+        (scheme) => `print(urllib.request.urlopen('${scheme}://web.test/').read())`,
+      );
+      const { stdout } = await inside(python('import urllib.request', ...fetchBoth));
+      expect(stdout).toMatch(/"secure":false.*"secure":true/s);
+      const node = await inside([
+        process.execPath,
+        '-e',
+        // It tunnels plain HTTP too.
+        "fetch('http://api.test/').then((r) => r.text()).then(console.log)",
+      ]);
+      expect(node.stdout).toContain('"secure":true');
+      expect(node.stdout).not.toContain(SECRET);
+      expect(handle.attempts().slice(-2)).toMatchObject([
+        { method: 'CONNECT', port: 80, outcome: 'allowed' },
+        { method: 'GET', port: 80, outcome: 'allowed', detail: origin.address },
+      ]);
+    });
 
-  test('each side may end before the other', async () => {
-    const { stdout } = await inside(
-      python(
-        'import socket',
-        `s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
-        's.sendall(b"CONNECT web.test:7 HTTP/1.1\\r\\nHost: web.test:7\\r\\n\\r\\n")',
-        's.sendall(b"x" * 1000000)',
-        's.shutdown(socket.SHUT_WR)',
-        'print(sum(len(c) for c in iter(lambda: s.recv(65536), b"")))',
-      ),
-    );
-    expect(Number(stdout)).toBe(1_000_000 + 'HTTP/1.1 200 Connection established\r\n\r\n'.length);
-  });
+    test('a secret is used and never seen', async () => {
+      origin.received.length = 0;
+      const { stdout } = await inside(['curl', '-sS', '-i', 'http://api.test/']);
+      expect(origin.received[0]).toMatchObject({ secure: true });
+      expect(origin.received[0]!.headers).toContain(SECRET);
+      expect(stdout).toMatch(/ 200 /);
+      expect(stdout).not.toContain(SECRET);
+    });
 
-  test('200 MB each way in little memory', async () => {
-    const total = 200 * MIB;
-    const down = await inside([
-      ...['curl', '-sS', '-o', '/dev/null', '-w', '%{size_download}'],
-      `https://web.test/endless?${total}`,
-    ]);
-    expect(Number(down.stdout)).toBe(total);
-    expect(relayOf(down.stderr).peakBytes).toBeLessThan(40 * MIB);
-    const up = await inside([
-      'sh',
-      '-c',
-      `head -c ${total} /dev/zero | curl -sS -T - http://web.test/count`,
-    ]);
-    expect(Number(up.stdout)).toBe(total);
-    expect(relayOf(up.stderr).peakBytes).toBeLessThan(40 * MIB);
-  });
+    test('a refusal can be read', async () => {
+      const refused = await inside(['curl', '-sS', 'http://169.254.169.254/latest/']);
+      expect(refused.stdout).toMatch(/^longhaul proxy: no rule allows 169.254.169.254 \(port 80\)/);
+      await expect(inside(['curl', '-sS', 'https://evil.test/'])).rejects.toMatchObject({
+        stderr: expect.stringContaining('403'),
+      });
+    });
 
-  test('more connections than it takes wait their turn, and none is left over', async () => {
-    const { stdout, stderr } = await inside(
-      ['curl', '-sS', '-Z', '--parallel-max', '20', 'http://web.test/[1-40]', '-o', '/dev/null', '-w', '%{http_code} '],
-      3,
-    );
-    expect(stdout.trim().split(' ')).toEqual(new Array(40).fill('200'));
-    // Its standard three, the listener and the selector.
-    expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
-  });
+    test('nothing is reached around the proxy', async () => {
+      const direct = ['curl', '-sS', '--noproxy', '*', '-m', '5'];
+      const { address } = origin;
+      await expect(inside([...direct, `http://${address}/`])).rejects.toMatchObject({ code: 7 });
+      await expect(inside([...direct, 'http://web.test/'])).rejects.toMatchObject({ code: 6 });
+    });
 
-  test('guests that break off leave nothing behind', async () => {
-    const { stderr } = await inside(
-      python(
-        'import socket, struct, time',
-        'for _ in range(200):',
-        `    s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
-        '    s.sendall(b"GET http://web.test/endless?99999999 HTTP/1.1\\r\\nHost: web.test\\r\\n\\r\\n")',
-        '    s.recv(1)',
-        '    s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))',
-        '    s.close()',
-        `s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
-        's.sendall(b"GET http://web.test/ HTTP/1.1\\r\\nHost: web.test\\r\\nConnection: close\\r\\n\\r\\n")',
-        'while s.recv(65536): pass',
-        's.close(); time.sleep(0.5)',
-      ),
-      8,
-    );
-    expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
-  });
+    test('each side may end before the other', async () => {
+      const { stdout } = await inside(
+        python(
+          'import socket',
+          `s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
+          's.sendall(b"CONNECT web.test:7 HTTP/1.1\\r\\nHost: web.test:7\\r\\n\\r\\n")',
+          's.sendall(b"x" * 1000000)',
+          's.shutdown(socket.SHUT_WR)',
+          'print(sum(len(c) for c in iter(lambda: s.recv(65536), b"")))',
+        ),
+      );
+      expect(Number(stdout)).toBe(1_000_000 + 'HTTP/1.1 200 Connection established\r\n\r\n'.length);
+    });
 
-  test('when the proxy is gone a connection ends at once', async () => {
-    const gone = inside(['curl', '-sS', 'http://web.test/'], 64, `${socketPath}-gone`);
-    await expect(gone).rejects.toMatchObject({ stderr: expect.stringMatching(/reset|Empty reply/i) });
-  });
-});
+    test('200 MB each way in little memory', async () => {
+      const total = 200 * MIB;
+      const down = await inside([
+        ...['curl', '-sS', '-H', 'Connection: close', '-o', '/dev/null', '-w', '%{size_download}'],
+        `https://web.test/endless?${total}`,
+      ]);
+      expect(Number(down.stdout)).toBe(total);
+      expect(relayOf(down.stderr).peakBytes).toBeLessThan(40 * MIB);
+      const up = await inside([
+        'sh',
+        '-c',
+        `head -c ${total} /dev/zero | curl -sS -T - http://web.test/count`,
+      ]);
+      expect(Number(up.stdout)).toBe(total);
+      expect(relayOf(up.stderr).peakBytes).toBeLessThan(40 * MIB);
+    });
+
+    test('more connections than it takes wait their turn, and none is left over', async () => {
+      const { stdout, stderr } = await inside(
+        [
+          'curl',
+          '-sS',
+          '-Z',
+          '-H',
+          'Connection: close',
+          '--parallel-max',
+          '20',
+          'http://web.test/[1-40]',
+          '-H',
+          'Connection: close',
+          '-o',
+          '/dev/null',
+          '-w',
+          '%{http_code} ',
+        ],
+        3,
+      );
+      expect(stdout.trim().split(' ')).toEqual(new Array(40).fill('200'));
+      // Its standard three, the listener and the selector.
+      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
+    });
+
+    test('guests that break off leave nothing behind', async () => {
+      const { stderr } = await inside(
+        python(
+          'import socket, struct, time',
+          'for _ in range(200):',
+          `    s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
+          '    s.sendall(b"GET http://web.test/endless?99999999 HTTP/1.1\\r\\nHost: web.test\\r\\n\\r\\n")',
+          '    s.recv(1)',
+          '    s.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))',
+          '    s.close()',
+          `s = socket.create_connection(("127.0.0.1", ${PROXY_PORT}))`,
+          's.sendall(b"GET http://web.test/ HTTP/1.1\\r\\nHost: web.test\\r\\nConnection: close\\r\\n\\r\\n")',
+          'while s.recv(65536): pass',
+          's.close(); time.sleep(0.5)',
+        ),
+        8,
+      );
+      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
+    });
+
+    test('when the proxy is gone a connection ends at once', async () => {
+      const gone = inside(['curl', '-sS', 'http://web.test/'], 64, `${socketPath}-gone`);
+      await expect(gone).rejects.toMatchObject({
+        stderr: expect.stringMatching(/reset|Empty reply/i),
+      });
+    });
+  },
+);

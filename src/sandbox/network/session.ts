@@ -18,6 +18,8 @@ export interface ProxyLimits {
   helloMs: number;
   /** Without a byte in either direction. */
   idleMs: number;
+  /** Of a connection between two requests. */
+  keepAliveMs: number;
 }
 
 export const DEFAULT_LIMITS: ProxyLimits = {
@@ -28,6 +30,8 @@ export const DEFAULT_LIMITS: ProxyLimits = {
   helloMs: 10_000,
   // A model that thinks sends nothing for minutes.
   idleMs: 600_000,
+  // Kept connections count: idle ones must not keep the sandbox's new ones waiting for long.
+  keepAliveMs: 10_000,
 };
 
 /** What all sandboxes of a proxy share. */
@@ -80,6 +84,15 @@ export class Session {
     attempt.connected(socket, address);
     return socket;
   }
+}
+
+/** A connection from a sandbox. */
+export interface Guest {
+  session: Session;
+  /** The destination of the tunnel in which this plain HTTP is spoken. */
+  inside: Target | null;
+  /** Whether a request is being served. */
+  busy: boolean;
 }
 
 /** What the guest is told of an error: only what the proxy itself says. */

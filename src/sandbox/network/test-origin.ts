@@ -7,8 +7,9 @@ import { createServer as createHttps } from 'node:https';
 import { connect, createServer as createTcp, type Server, type Socket } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
-import { Duplex } from 'node:stream';
+import { Duplex, Readable } from 'node:stream';
 import { buffer, text } from 'node:stream/consumers';
+import { pipeline } from 'node:stream/promises';
 import { connect as connectTls } from 'node:tls';
 import { gzipSync } from 'node:zlib';
 
@@ -98,6 +99,14 @@ export class Origin {
     await once(server.listen(port, this.address), 'listening');
   }
 
+  *#chunks(bytes: number): Generator<Buffer> {
+    const chunk = Buffer.alloc(64 * 1024, 'x');
+    for (let left = bytes; left > 0; left -= chunk.length) {
+      this.sent += chunk.length;
+      yield chunk;
+    }
+  }
+
   #answer(secure: boolean): RequestListener {
     return async (request, response) => {
       const { method = '', url = '', rawHeaders: headers } = request;
@@ -112,14 +121,9 @@ export class Origin {
         return;
       }
       if (url.startsWith('/endless')) {
-        const chunk = Buffer.alloc(64 * 1024, 'x');
-        for (let left = Number(url.split('?')[1]); left > 0; left -= chunk.length) {
-          this.sent += chunk.length;
-          if (!response.write(chunk))
-            await Promise.race([once(response, 'drain'), once(response, 'close')]);
-          if (response.destroyed) return;
-        }
-        response.end();
+        await pipeline(Readable.from(this.#chunks(Number(url.split('?')[1]))), response).catch(
+          () => {},
+        );
         return;
       }
       const body = await text(request).catch(() => 'broken off');

@@ -2,8 +2,8 @@ import type { IncomingMessage } from 'node:http';
 import type { Socket } from 'node:net';
 import { mayBeTls, readClientHello } from './clienthello.ts';
 import { askedFor, connectTarget, type Target } from './message.ts';
-import { HTTPS_PORT, hostInUrl, normaliseHost } from './rules.ts';
-import { answerAndEnd, denial, type Session } from './session.ts';
+import { HTTPS_PORT, hostInUrl, normaliseHost, type Rule } from './rules.ts';
+import { answerAndEnd, denial, type Guest } from './session.ts';
 import { refused } from './upstream.ts';
 
 /** A ClientHello in records of sensible size; records of single bytes are an attempt to hide a name. */
@@ -84,30 +84,43 @@ function join(client: Socket, server: Socket): Promise<unknown> {
   return Promise.all([follow(client, server), follow(server, client)]);
 }
 
-/** Serves `CONNECT`: judges, connects, checks the first bytes, then copies until both sides end. */
+const ESTABLISHED = 'HTTP/1.1 200 Connection established\r\n\r\n';
+
+/** Whether what comes through is read as plain HTTP, each request judged, rather than copied unseen. */
+function readsInside(rule: Rule, port: number): boolean {
+  if (port === HTTPS_PORT) return false;
+  return !rule.names(port) || rule.upgrade === true || rule.inject !== undefined;
+}
+
+/**
+ * Serves `CONNECT`: judges, connects, checks the first bytes, then copies until both sides end. Gives
+ * the destination where plain HTTP is to be read inside instead: some clients tunnel even that.
+ */
 export async function tunnel(
-  session: Session,
+  { session, inside }: Guest,
   request: IncomingMessage,
   client: Socket,
   head: Buffer,
-): Promise<void> {
+): Promise<Target | null> {
   const { limits } = session.context;
-  const attempt = session.attempts.begin(askedFor(request));
+  const attempt = session.attempts.begin(askedFor(request, null));
   let upstream: Socket | null = null;
   try {
     const target = connectTarget(request);
-    const rule = session.admit(target, false);
-    if (target.port !== HTTPS_PORT && !rule.names(target.port))
-      throw refused(
-        `a raw tunnel to port ${target.port} needs a rule that names the port: { host: ${JSON.stringify(rule.host)}, ports: [${target.port}] }`,
-      );
+    if (inside) throw refused('a tunnel within a tunnel', 400);
+    const rule = session.admit(target, target.port !== HTTPS_PORT);
+    if (head.length > 0) client.unshift(head);
+    if (readsInside(rule, target.port)) {
+      attempt.end('allowed', 'plain HTTP is read inside, each request judged');
+      client.write(ESTABLISHED);
+      return target;
+    }
     const signal = AbortSignal.timeout(limits.connectMs);
     const server = await session.connect(attempt, { ...target, rule }, signal);
     upstream = server;
     const closed = join(client, server);
     server.setTimeout(limits.idleMs, () => server.destroy());
-    if (head.length > 0) client.unshift(head);
-    client.write('HTTP/1.1 200 Connection established\r\n\r\n');
+    client.write(ESTABLISHED);
     if (target.port !== HTTPS_PORT) server.pipe(client);
     server.write(await firstFlight(client, target, limits.helloMs));
     client.pipe(server);
@@ -116,8 +129,12 @@ export async function tunnel(
   } catch (error) {
     const reason = denial(error);
     attempt.end(reason.outcome, reason.message);
-    if (!upstream) return answerAndEnd(client, reason.status, reason.message);
+    if (!upstream) {
+      answerAndEnd(client, reason.status, reason.message);
+      return null;
+    }
   }
   upstream.destroy();
   client.destroy();
+  return null;
 }
