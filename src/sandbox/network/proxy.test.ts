@@ -13,6 +13,8 @@ const root = process.getuid?.() === 0;
 const MIB = 1024 * 1024;
 /** What kernel and streams may hold of one transfer, all hops together. */
 const MAX_IN_FLIGHT = 32 * MIB;
+/** With what the collector has not yet swept; the same for 800 MB. */
+const MAX_LIVE = 96 * MIB;
 
 let origin: Origin;
 let proxy: NetworkProxy;
@@ -108,7 +110,7 @@ describe.skipIf(!root)('ports below 1024 need root: the proxy', () => {
       expect((await settled(() => origin.sent)) - sent).toBeLessThan(MAX_IN_FLIGHT);
       const { bytes, peak } = await drain(socket);
       expect(bytes).toBeGreaterThan(total);
-      expect(peak - before).toBeLessThan(MAX_IN_FLIGHT);
+      expect(peak - before).toBeLessThan(MAX_LIVE);
       expect(handle.attempts()[0]!.bytesDown).toBeGreaterThan(total);
     },
   );

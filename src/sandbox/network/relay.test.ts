@@ -15,7 +15,7 @@ const namespaces = root && spawnSync('unshare', ['-n', 'true']).status === 0;
 
 /** What the supervisor does: a listener in the sandbox's network, a process that relays, then the guest. */
 const HARNESS = `
-import fcntl, os, signal, socket, struct, subprocess, sys
+import fcntl, os, signal, socket, struct, subprocess, sys, time
 relay_folder, path, sid, limit, *command = sys.argv[1:]
 sys.path.insert(0, relay_folder)
 import relay
@@ -30,7 +30,11 @@ try:
     code = subprocess.call(command)
     with open(f"/proc/{pid}/status") as status:
         peak = next(line.split()[1] for line in status if line.startswith("VmHWM"))
-    descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+    for _ in range(200):  # it learns of the last ends a moment later
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        if descriptors <= 6:
+            break
+        time.sleep(0.05)
     print(f"relay: {peak} {descriptors}", file=sys.stderr)
 finally:
     os.kill(pid, signal.SIGKILL)
@@ -209,8 +213,8 @@ describe.skipIf(!namespaces)(
         3,
       );
       expect(stdout.trim().split(' ')).toEqual(new Array(40).fill('200'));
-      // Its standard three, the listener and the selector.
-      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
+      // The standard three, the listener, the selector and one that is inherited.
+      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(6);
     });
 
     test('guests that break off leave nothing behind', async () => {
@@ -230,7 +234,7 @@ describe.skipIf(!namespaces)(
         ),
         8,
       );
-      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(5 + 2);
+      expect(relayOf(stderr).descriptors).toBeLessThanOrEqual(6);
     });
 
     test('when the proxy is gone a connection ends at once', async () => {
