@@ -10,6 +10,8 @@ import type {
   SandboxUsage,
   SnapshotOptions,
 } from '../contract.ts';
+import { proxyEnvironment } from '../network/environment.ts';
+import type { NetworkHandle } from '../network/proxy.ts';
 import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
 import { freezeDurable } from './durable.ts';
@@ -42,6 +44,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   readonly uid: number;
   readonly #host: SandboxHost;
   readonly #cgroup: Cgroup | null;
+  readonly #network: NetworkHandle | null;
   readonly #started = performance.now();
   #exit: Promise<SandboxExit> | null = null;
   #stopping: Promise<void> | null = null;
@@ -60,6 +63,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     uid: number;
     host: SandboxHost;
     cgroup: Cgroup | null;
+    network: NetworkHandle | null;
   }) {
     super();
     this.id = options.id;
@@ -67,6 +71,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.uid = options.uid;
     this.#host = options.host;
     this.#cgroup = options.cgroup;
+    this.#network = options.network;
   }
 
   get stack(): LayerStack {
@@ -92,10 +97,15 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
       argv: bubblewrapCommand(this.id),
+      network: this.#network !== null,
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
         limits,
-        agent: { env: {}, cwd: '/workspace', python: null },
+        agent: {
+          env: this.#network ? proxyEnvironment : {},
+          cwd: '/workspace',
+          python: null,
+        },
       },
     });
     this.#exit = exit;
@@ -349,7 +359,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   }
 
   networkAttempts(): readonly NetworkAttempt[] {
-    return [];
+    return this.#network?.attempts() ?? [];
   }
 
   usage(): Promise<SandboxUsage> {
@@ -360,8 +370,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         cpuSeconds: this.#cgroup?.cpuSeconds() ?? cpuSeconds,
         peakMemoryBytes: this.#cgroup?.peakMemoryBytes() ?? null,
         diskBytes: this.diskBytes,
-        // bubblewrap's two processes and the agent's are not the guest's.
-        pids: pids === null ? null : Math.max(0, pids - 2 - own),
+        // bubblewrap's two processes, a relay and the agent's are not the guest's.
+        pids: pids === null ? null : Math.max(0, pids - (this.#network ? 3 : 2) - own),
         wallSeconds: (performance.now() - this.#started) / 1000,
         oomKills: this.#cgroup?.oomKills() ?? 0,
         pidsRefused: this.#cgroup?.pidsRefused() ?? 0,
@@ -378,6 +388,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     const { supervisor, registry } = this.#host;
     this.breakWith('the sandbox was stopped');
     if (this.#idleTimer) clearTimeout(this.#idleTimer);
+    this.#network?.close();
     const stack = this.#stack;
     this.#stack = [];
     registry.release(stack);
