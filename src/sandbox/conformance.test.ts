@@ -452,12 +452,12 @@ describe.each(drivers)('$name', ({ open }) => {
   test('a network policy lets its hosts through, records every attempt, and keeps secrets outside', async () => {
     const server = createServer((request, response) => {
       response.end(
-        `${request.url} ${request.headers.authorization === 'Bearer k3y' ? 'known' : 'unknown'}`,
+        `${request.url} ${request.headers.authorization === 'Bearer k3y-0123456789' ? 'known' : 'unknown'}`,
       );
     });
     await new Promise<void>((resolve) => server.listen(0, '127.0.0.1', resolve));
     const { port } = server.address() as AddressInfo;
-    process.env.CONFORMANCE_KEY = 'k3y';
+    process.env.CONFORMANCE_KEY = 'k3y-0123456789';
     const network: NetworkPolicy = {
       allow: [
         {
@@ -479,8 +479,8 @@ import os, urllib.request
 for name in ("no_proxy", "NO_PROXY"): del os.environ[name]  # the server here is on the loopback
 opener = urllib.request.build_opener(urllib.request.ProxyHandler({"http": os.environ["HTTP_PROXY"]}))
 try: print(opener.open("${url}", timeout=10).read().decode())
-except Exception as error: print(error)
-print("k3y" in str(os.environ))
+except Exception as error: print(error, getattr(error, "read", lambda: "")())
+print("k3y-0123456789" in str(os.environ))
 `;
       const python = (source: string) =>
         sandbox.exec({ argv: ['python3', '-c', source], timeoutMs: 20_000 });
