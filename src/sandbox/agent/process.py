@@ -25,7 +25,8 @@ import archive
 
 # Where snippets import from: the agent's folder is not theirs.
 SNIPPET_PATH = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
-OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote")
+# A guest may have files of these names, or need what archive.py leaves out.
+OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote", "shutil", "tarfile")
 PR_SET_DUMPABLE = 4
 PRCTL = ctypes.CDLL(None).prctl
 WORKSPACE = "/workspace"
@@ -191,7 +192,7 @@ def run_snippet(source, module, config):
         header = {"argv": [config["python"], "/proc/self/fd/%d" % fd], "cwd": "", "env": {}}
         return run_program(header, config)
     for name in OWN_MODULES:
-        sys.modules.pop(name, None)  # a guest may have a file of that name
+        sys.modules.pop(name, None)
     _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     os.environ.clear()
