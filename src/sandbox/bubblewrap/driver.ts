@@ -20,7 +20,7 @@ import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
 import { LayerRegistry, type LayerStack } from './layers.ts';
 import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
-import { Supervisor } from './supervisor.ts';
+import { RETRY_MS, Supervisor } from './supervisor.ts';
 import { findTools } from './tools.ts';
 
 export interface BubblewrapOptions {
@@ -148,7 +148,9 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!idmap) return this.#uidBase;
     const uid = this.#freeUids.shift();
     if (uid === undefined)
-      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use');
+      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use', {
+        retryAfterMs: RETRY_MS,
+      });
     return uid;
   }
 

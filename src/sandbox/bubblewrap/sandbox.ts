@@ -16,7 +16,14 @@ import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
 import { freezeDurable } from './durable.ts';
 import type { LayerRegistry, LayerStack } from './layers.ts';
-import { adviseOn, type LayerRef, type SandboxExit, type Supervisor } from './supervisor.ts';
+import {
+  adviseOn,
+  type LayerRef,
+  RETRY_MS,
+  type SandboxExit,
+  type Supervisor,
+  saidExhausted,
+} from './supervisor.ts';
 
 const START_TIMEOUT_MS = 30_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
@@ -122,6 +129,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       throw new LonghaulError('SandboxUnavailable', `bubblewrap did not start: ${text}`, {
         next: adviseOn(text),
         cause: error,
+        retryAfterMs: saidExhausted(text) ? RETRY_MS : undefined,
       });
     } finally {
       clearTimeout(timer);

@@ -2,6 +2,7 @@ import { type ChildProcess, spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
 import { closeSync, mkdirSync, openSync, rmdirSync, rmSync, writeFileSync } from 'node:fs';
 import { connect, type Socket } from 'node:net';
+import { constants as osConstants } from 'node:os';
 import { join } from 'node:path';
 import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
@@ -54,6 +55,19 @@ const ETC = {
   hostname: 'sandbox\n',
   'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n',
 };
+
+/** The machine has no more of something that others give back. */
+const { EAGAIN, ENOMEM, EMFILE, ENFILE, EUSERS } = {
+  EUSERS: 87, // Node knows no name for it
+  ...osConstants.errno,
+};
+const EXHAUSTED = new Set([EAGAIN, ENOMEM, EMFILE, ENFILE, EUSERS]);
+const EXHAUSTED_SAID =
+  /(Resource temporarily unavailable|Cannot allocate memory|Too many (open files|users)|No space left on device)/;
+export const RETRY_MS = 100;
+
+/** Whether what bubblewrap or an agent said means that the machine is full just now. */
+export const saidExhausted = (text: string) => EXHAUSTED_SAID.test(text);
 
 type Answer = { ok?: unknown; error?: string; errno?: number };
 
@@ -208,12 +222,12 @@ export class Supervisor {
       this.#child.stdin!.write(`${JSON.stringify({ id, op, ...fields })}\n`);
     });
     if (answer.error === undefined) return answer.ok;
-    const ENOSPC = 28;
-    const EDQUOT = 122;
+    const { ENOSPC, EDQUOT } = osConstants.errno;
     const full = answer.errno === ENOSPC || answer.errno === EDQUOT;
     throw new LonghaulError(
       full ? 'DiskFull' : 'SandboxUnavailable',
       `sandbox ${op}: ${answer.error}`,
+      EXHAUSTED.has(answer.errno ?? 0) ? { retryAfterMs: RETRY_MS } : {},
     );
   }
 
