@@ -221,11 +221,12 @@ function build(): Command {
   program
     .command('bench')
     .description('measure figures against their bars')
-    .argument('<room>', 'skeleton, engine or quickstart')
+    .argument('<room>', 'skeleton, engine, sandbox or quickstart')
     .argument('[row]', 'one row of it')
+    .option('--quick', 'fewer measurements where a row allows it; its bars are not meant for that')
     .action(
-      command(async (platform, [room = '', row]) =>
-        (await import('./commands/bench.ts')).bench(platform, room, row),
+      command(async (platform, [room = '', row], options) =>
+        (await import('./commands/bench.ts')).bench(platform, room, row, options),
       ),
     );
 
