@@ -33,8 +33,11 @@ export type Census = Record<Quantity, number>;
 setFlagsFromString('--expose-gc');
 const collectGarbage = runInNewContext('gc') as () => void;
 
-/** Bytes on disk and entries below a folder; what disappears meanwhile is not counted. */
-function holdings(folder: string): { bytes: number; inodes: number } {
+/**
+ * Bytes and entries below a folder, without those of another file system where one is named. What
+ * disappears meanwhile is not counted.
+ */
+function holdings(folder: string, without?: number): { bytes: number; inodes: number } {
   const total = { bytes: 0, inodes: 0 };
   const visit = (path: string) => {
     let names: string[];
@@ -46,6 +49,7 @@ function holdings(folder: string): { bytes: number; inodes: number } {
     for (const name of names) {
       try {
         const info = lstatSync(join(path, name));
+        if (info.dev === without) continue;
         total.bytes += info.blocks * 512;
         total.inodes++;
         if (info.isDirectory()) visit(join(path, name));
@@ -83,8 +87,10 @@ export async function takeCensus(driver: BubblewrapDriver, dir: string): Promise
     processes: descendants(supervisor).size,
     'MiB on disk': disk.bytes / MIB,
     'inodes on disk': disk.inodes,
-    // Its mount namespace holds the sandboxes' memory file systems, which no folder of ours shows.
-    'entries in volatile layers': holdings(`/proc/${supervisor}/root/tmp`).inodes,
+    // The sandboxes' memory file systems show only in the supervisor's mount namespace, beside a view
+    // of the folder on disk.
+    'entries in volatile layers': holdings(`/proc/${supervisor}/root/tmp`, lstatSync(dir).dev)
+      .inodes,
   };
 }
 

@@ -32,17 +32,28 @@ export function descendants(root: number): Set<number> {
   return found;
 }
 
-/** Control group directories of a driver's sandboxes, or of one of them. */
-export function groupsOf(driver: BubblewrapDriver, sandbox = '*'): string[] {
-  const bases = [...new Set(Object.values(driver.cgroups?.bases ?? {}))];
-  return bases.flatMap((base) => globSync(join(base, 'longhaul-*', sandbox)));
+/**
+ * Control group directories that a driver made for its sandboxes, empty ones included. Where they lie is
+ * read from its processes: other drivers of this machine have groups beside them.
+ */
+export function groupsOf(driver: BubblewrapDriver): string[] {
+  const owners = [...descendants(driver.supervisorPid)].map(
+    (pid) => /\/(longhaul-[^/\n]+)/.exec(read(`/proc/${pid}/cgroup`))?.[1],
+  );
+  const owner = owners.find((name) => name !== undefined);
+  if (owner === undefined) return [];
+  return basesOf(driver).flatMap((base) => globSync(join(base, owner, '*/')));
 }
+
+const basesOf = (driver: BubblewrapDriver): string[] => [
+  ...new Set(Object.values(driver.cgroups?.bases ?? {})),
+];
 
 /** Processes in a sandbox's control groups; none where there are no groups. */
 export function membersOf(driver: BubblewrapDriver, sandbox: string): Set<number> {
-  const lines = groupsOf(driver, sandbox).flatMap((group) =>
-    read(join(group, 'cgroup.procs')).split('\n'),
-  );
+  const lines = basesOf(driver)
+    .flatMap((base) => globSync(join(base, 'longhaul-*', sandbox, 'cgroup.procs')))
+    .flatMap((file) => read(file).split('\n'));
   return new Set(lines.filter((line) => line !== '').map(Number));
 }
 
