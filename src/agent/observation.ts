@@ -30,6 +30,8 @@ function ended(result: ExecResult): string | null {
       return `[killed by ${result.signal}]`;
     case 'timeout':
       return `[stopped: ran past its time limit of ${(result.durationMs / 1000).toFixed(1)} s]`;
+    case 'killed':
+      return '[stopped before it was done]';
     case 'out_of_memory':
       return '[killed: out of memory]';
     case 'output_limit':

@@ -1,5 +1,5 @@
 import { execFileSync } from 'node:child_process';
-import { mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { mkdtempSync, readdirSync, readFileSync, readlinkSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
@@ -182,24 +182,28 @@ child.join()
     expect(result!.stdout.trim()).toBe('500');
   });
 
-  /** The host's pid of a sandbox's agent: the child of the bubblewrap process that names its workspace. */
+  /** The host's pid of a sandbox's agent: in its network namespace, but in the host's process namespace. */
   function agentOf({ id }: Sandbox): string {
-    const read = (pid: string, file: string) => {
+    const look = (pid: string, how: (path: string) => string) => {
       try {
-        return readFileSync(`/proc/${pid}/${file}`, 'utf8');
+        return how(`/proc/${pid}`);
       } catch {
         return ''; // ended meanwhile
       }
     };
+    const command = (pid: string) => look(pid, (path) => readFileSync(`${path}/cmdline`, 'utf8'));
+    const network = (pid: string) => look(pid, (path) => readlinkSync(`${path}/ns/net`));
+    const status = (pid: string) => look(pid, (path) => readFileSync(`${path}/status`, 'utf8'));
     const pids = readdirSync('/proc').filter((name) => /^\d+$/.test(name));
-    const owners = pids.filter((pid) => read(pid, 'cmdline').includes(`/tmp/s${id}/ws`));
+    const owner = pids.find((pid) => command(pid).includes(`/tmp/s${id}/ws`));
+    const first = pids.find((pid) => status(pid).includes(`PPid:\t${owner}\n`));
     const agent = pids.find(
       (pid) =>
-        read(pid, 'cmdline').includes('/.agent.py\0{') &&
-        !read(pid, 'cmdline').includes(`/tmp/s${id}/ws`) &&
-        owners.includes(/^PPid:\s+(\d+)/m.exec(read(pid, 'status'))?.[1] ?? ''),
+        command(pid).includes('zygote.py') &&
+        network(pid) === network(first!) &&
+        /^NSpid:\t\d+$/m.test(status(pid)),
     );
-    if (agent === undefined) throw new Error(`no agent under ${owners}`);
+    if (agent === undefined) throw new Error(`no agent for ${owner}`);
     return agent;
   }
 
@@ -220,7 +224,7 @@ child.join()
     const [uid, gid] = ['Uid', 'Gid'].map((each) =>
       Number(new RegExp(`^${each}:\\s+(\\d+)`, 'm').exec(status)![1]),
     );
-    execFileSync('prlimit', ['--pid', agent, '--nofile=0:0'], { uid, gid, stdio: 'pipe' });
+    execFileSync('prlimit', ['--pid', agent, '--nofile=6:6'], { uid, gid, stdio: 'pipe' });
     await expect(use(own)).rejects.toMatchObject({
       code: 'SandboxBroken',
       class: 'retryable',

@@ -1,6 +1,7 @@
 import { mkdirSync, readFileSync, rmdirSync, writeFileSync } from 'node:fs';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
+import { LonghaulError } from '../../core/index.ts';
 
 /**
  * Resource limits by control groups: version 2, version 1, or both mounted side by side ("hybrid").
@@ -8,7 +9,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
  * limits of a surrounding container or service keep holding.
  */
 
-type Controller = 'memory' | 'cpu' | 'pids' | 'cpuacct';
+type Controller = 'memory' | 'cpu' | 'pids' | 'cpuacct' | 'freezer';
 
 /** Where groups can be made on this machine. `bases` maps a controller to a writable directory. */
 export interface CgroupHost {
@@ -119,7 +120,7 @@ export function findCgroups(
   }
   const bases: CgroupHost['bases'] = {};
   for (const mount of mounts.filter((each) => each.version === 'v1')) {
-    for (const name of ['memory', 'cpu', 'pids', 'cpuacct'] as const) {
+    for (const name of ['memory', 'cpu', 'pids', 'cpuacct', 'freezer'] as const) {
       if (!mount.controllers.includes(name)) continue;
       const base = mount.directories.find(writable);
       if (base) bases[name] = base;
@@ -141,8 +142,9 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What the pid limit is raised by: bubblewrap's outer process, the agent and its spare fork. */
-const OWN_PROCESSES = 3;
+/** What the pid limit is raised by: bubblewrap's two processes, the agent and its spare fork. */
+const OWN_PROCESSES = 4;
+const FREEZE_TIMEOUT_MS = 5000;
 const CPU_PERIOD_US = 100_000;
 
 /** One sandbox's control group in every hierarchy. */
@@ -234,6 +236,40 @@ export class Cgroup {
     const file = this.#version === 'v2' ? 'memory.peak' : 'memory.max_usage_in_bytes';
     const text = this.#read('memory', file).trim();
     return text ? Number(text) : null;
+  }
+
+  /** Processes in the group now, or null where nothing counts them. */
+  pids(): number | null {
+    const text = this.#read('pids', 'pids.current').trim();
+    return text ? Number(text) : null;
+  }
+
+  /** Times that the kernel refused a new process for the limit. */
+  pidsRefused(): number {
+    return Number(/^max (\d+)$/m.exec(this.#read('pids', 'pids.events'))?.[1] ?? 0);
+  }
+
+  get canFreeze(): boolean {
+    return this.#version === 'v2' || this.#paths.freezer !== undefined;
+  }
+
+  /** Stops every process of the group where it is, or lets them go on. Returns when the kernel has done so. */
+  async freeze(frozen: boolean): Promise<void> {
+    const [controller, file, on, off] =
+      this.#version === 'v2'
+        ? (['pids', 'cgroup.freeze', '1', '0'] as const)
+        : (['freezer', 'freezer.state', 'FROZEN', 'THAWED'] as const);
+    this.#write(controller, file, frozen ? on : off);
+    const done = () =>
+      this.#version === 'v2'
+        ? this.#read('pids', 'cgroup.events').includes(`frozen ${frozen ? 1 : 0}`)
+        : this.#read('freezer', 'freezer.state').trim() === (frozen ? 'FROZEN' : 'THAWED');
+    const end = Date.now() + FREEZE_TIMEOUT_MS;
+    while (!done()) {
+      if (Date.now() > end)
+        throw new LonghaulError('SandboxUnavailable', 'the control group does not freeze');
+      await sleep(1);
+    }
   }
 
   /** Removes the groups; the processes in them must have been killed. Waits for the kernel to let go. */

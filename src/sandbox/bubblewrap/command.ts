@@ -2,17 +2,12 @@ import { existsSync, lstatSync, readlinkSync } from 'node:fs';
 
 /** uid and gid inside: an ordinary user, mapped to the sandbox's own uid outside. */
 const INSIDE_ID = '1000';
-/** Descriptor that the supervisor puts the filter on before it executes bubblewrap. */
+/** Descriptors that the launcher prepares (launcher.py): the filter, and where process numbers are told. */
 const FILTER_FD = '3';
+const INFO_FD = '4';
 
 /** Paths that task formats write to by name: links into the sandbox's own /tmp, which no fork inherits. */
 const TASK_DIRECTORIES = ['tests', 'logs', 'solution'];
-
-/** Limits that the agent sets on itself and thereby on all processes inside, where no cgroup does it. */
-export interface AgentLimits {
-  processes?: number;
-  data?: number;
-}
 
 /** The host's system directories: bound read-only, or made a link where the host has one (merged /usr). */
 function systemDirectories(): string[] {
@@ -27,23 +22,18 @@ function systemDirectories(): string[] {
 
 /**
  * bubblewrap's command line for one sandbox. Paths below /tmp are those of the supervisor's mount
- * namespace. The agent is pid 1 inside (`--as-pid-1`), so that no signal from inside can end it.
+ * namespace. What runs in the sandbox is sent in later, by the zygote.
  */
-export function bubblewrapCommand(sid: string, python: string, limits: AgentLimits): string[] {
+export function bubblewrapCommand(sid: string): string[] {
   const own = `/tmp/s${sid}`;
   return [
     'bwrap',
-    '--unshare-user',
-    '--disable-userns',
-    '--unshare-pid',
-    '--unshare-net',
-    '--unshare-ipc',
-    '--unshare-uts',
-    '--unshare-cgroup-try',
+    ...['--unshare-user', '--disable-userns', '--unshare-pid', '--unshare-net'],
+    ...['--unshare-ipc', '--unshare-uts', '--unshare-cgroup-try'],
     ...['--uid', INSIDE_ID, '--gid', INSIDE_ID, '--hostname', 'sandbox'],
     ...['--cap-drop', 'ALL', '--new-session', '--die-with-parent', '--as-pid-1', '--clearenv'],
     ...systemDirectories(),
-    ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/agent.py', '/.agent.py'],
+    ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/init', '/.init'],
     ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/d/shm`, '/dev/shm'],
     ...[
       '--remount-ro',
@@ -56,7 +46,9 @@ export function bubblewrapCommand(sid: string, python: string, limits: AgentLimi
       '/workspace',
     ],
     ...TASK_DIRECTORIES.flatMap((name) => ['--symlink', `tmp/${name}`, `/${name}`]),
-    ...['--dir', '/run', '--dir', '/var/tmp', '--remount-ro', '/', '--seccomp', FILTER_FD],
-    ...['--', python, '-I', '-B', '/.agent.py', JSON.stringify(limits)],
+    ...['--perms', '0755', '--dir', '/run', '--symlink', '../tmp/.secrets', '/run/secrets'],
+    ...['--dir', '/var/tmp'],
+    ...['--remount-ro', '/', '--seccomp', FILTER_FD, '--info-fd', INFO_FD],
+    ...['--', '/.init'],
   ];
 }

@@ -2,10 +2,13 @@ import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
 import { availableParallelism } from 'node:os';
 import { resolve } from 'node:path';
+import type { Readable } from 'node:stream';
 import { LonghaulError } from '../../core/index.ts';
+import { exportArchive, importArchive } from '../agent/layer-archive.ts';
 import {
   DEFAULT_SPEC,
   type LayerId,
+  type PruneReport,
   type Sandbox,
   type SandboxCapabilities,
   type SandboxDriver,
@@ -79,6 +82,10 @@ export class BubblewrapDriver implements SandboxDriver {
       isolation: 'namespaces',
       languages: ['python'],
       exec: true,
+      processes: true,
+      pause: parts.cgroups?.version === 'v2' || bases.freezer ? 'freezer' : 'none',
+      network: 'none',
+      images: ['host'],
       memory: bases.memory ? 'cgroup' : 'rlimit',
       cpu: bases.cpu ? 'cgroup' : 'none',
       pids: bases.pids ? 'cgroup' : 'rlimit',
@@ -221,7 +228,6 @@ export class BubblewrapDriver implements SandboxDriver {
     const host: SandboxHost = {
       supervisor,
       registry: this.#registry,
-      python: this.#python,
       uidBase: this.#uidBase,
       spawn: async (childSpec, childStack) => {
         return this.#adopted(await this.#acquire(childSpec), childStack);
@@ -238,7 +244,7 @@ export class BubblewrapDriver implements SandboxDriver {
       if (this.cgroups) cgroup = new Cgroup(this.cgroups, supervisor.owner, id, spec);
       sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup });
       this.#sandboxes.set(id, sandbox);
-      await sandbox.start(stack);
+      await sandbox.boot(stack);
       ready = true;
       return sandbox;
     } catch (error) {
@@ -272,6 +278,33 @@ export class BubblewrapDriver implements SandboxDriver {
     if (unneeded.length === 0) return;
     await this.#alive();
     await this.#supervisor.request('forget', { layers: unneeded });
+  }
+
+  async exportLayer(layer: LayerId): Promise<Readable> {
+    return exportArchive(this, layer);
+  }
+
+  async importLayer(archive: Readable, spec: Partial<SandboxSpec> = {}): Promise<LayerId> {
+    return importArchive(this, archive, spec);
+  }
+
+  async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
+    const candidates = this.#registry.candidates();
+    const keep = await named();
+    const inUse = new Set(
+      [...this.#sandboxes.values()].flatMap((sandbox) =>
+        sandbox.stack.flatMap((ref) => ('durable' in ref ? [ref.durable] : [])),
+      ),
+    );
+    const { removed, bytesFreed, kept } = this.#registry.prune(
+      candidates,
+      (id) => keep.has(id) || inUse.has(id),
+    );
+    if (removed.length > 0) {
+      await this.#alive();
+      await this.#supervisor.request('forget', { layers: removed });
+    }
+    return { removed, bytesFreed, kept };
   }
 
   close(): Promise<void> {

@@ -169,12 +169,14 @@ export class LayerRegistry {
     return this.#unneeded(inUse);
   }
 
-  #unneeded(inUse: (id: LayerId) => boolean): LayerId[] {
-    const metas = readdirSync(this.#dir)
+  #metas(): DurableMeta[] {
+    return readdirSync(this.#dir)
       .map((name) => this.#meta(name))
       .filter((meta) => meta !== null);
-    // A snapshot in the making writes its lower layers before the one that will name them.
-    const fresh = (meta: DurableMeta) => Date.now() - Date.parse(meta.createdAt) < FRESH_MS;
+  }
+
+  #unneeded(inUse: (id: LayerId) => boolean): LayerId[] {
+    const metas = this.#metas();
     const unwanted = (meta: DurableMeta) =>
       this.#dropped(meta.id) || (meta.internal && !fresh(meta));
     const needed = new Set(
@@ -184,4 +186,32 @@ export class LayerRegistry {
     );
     return metas.filter((meta) => !needed.has(meta.id)).map((meta) => meta.id);
   }
+
+  /** Durable layers that may go unless somebody names them. */
+  candidates(): LayerId[] {
+    return this.#metas()
+      .filter((meta) => !fresh(meta))
+      .map((meta) => meta.id);
+  }
+
+  /** The candidates that neither `wanted` nor a layer that stays stands on, for the caller to remove. */
+  prune(candidates: readonly LayerId[], wanted: (id: LayerId) => boolean) {
+    const metas = this.#metas();
+    const going = new Set(candidates.filter((id) => !wanted(id)));
+    const needed = new Set(
+      metas.filter((meta) => !going.has(meta.id)).flatMap((meta) => [meta.id, ...meta.parents]),
+    );
+    const removed = metas.filter((meta) => !needed.has(meta.id));
+    return {
+      removed: removed.map((meta) => meta.id),
+      bytesFreed: removed.reduce((sum, meta) => sum + meta.bytes, 0),
+      kept: metas.length - removed.length,
+    };
+  }
+}
+
+/** A snapshot in the making writes its lower layers before the one that will name them, and a run its
+ * layer before the event that does. */
+function fresh(meta: DurableMeta): boolean {
+  return Date.now() - Date.parse(meta.createdAt) < FRESH_MS;
 }

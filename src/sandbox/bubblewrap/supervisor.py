@@ -2,11 +2,8 @@
 
 One per driver. Everything it mounts lives in that private namespace, so the kernel removes all of it
 when the last process in it ends: a crash leaves no mount behind. Speaks JSON lines on stdin/stdout
-({id, op, ...} -> {id, ok} or {id, error, errno}); end of input means that the owner is gone.
-
-A sandbox is launched by connecting to the unix socket `s` in the owner's directory and sending one
-JSON line: that very connection becomes standard input and output of the agent inside, so the owner
-talks to the agent without a relay.
+({id, op, ...} -> {id, ok} or {id, error, errno}); end of input means that the owner is gone. Sandboxes are
+started through a socket of their own: see launcher.py.
 
 As root it runs in the initial user namespace and gives each sandbox a uid of its own; otherwise it
 maps the caller to root of a new user namespace, and overlays use `userxattr`.
@@ -19,13 +16,13 @@ import os
 import selectors
 import shutil
 import signal
-import socket
 import stat
 import sys
 import time
 
 # Isolated mode (-I) leaves this folder out.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+from launcher import Launcher  # noqa: E402
 from layercopy import copy_layer, count_shown  # noqa: E402
 from mounts import (  # noqa: E402
     CLONE_NEWNS,
@@ -40,7 +37,6 @@ from mounts import (  # noqa: E402
     MS_SHARED,
     PR_SET_PDEATHSIG,
     check,
-    die_with,
     fork_bound,
     mount,
     mount_mapped,
@@ -51,9 +47,29 @@ from mounts import (  # noqa: E402
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
 UID_BLOCK = 1024
-MAX_LINE = 16 * 1024 * 1024
 # Room beyond a sandbox's limit while its workspace is mounted: a full one gets a fresh layer too.
 HEADROOM_BYTES, HEADROOM_INODES = 1024 * 1024, 64
+
+
+class Box:
+    """A sandbox as the supervisor knows it: file systems, and the process tree where it is up."""
+
+    def __init__(self, sid, uid):
+        self.sid = sid
+        self.uid = uid
+        self.limit = (0, 0)
+        self.mapped = set()
+        self.namespaces = {}
+        self.tmp = None
+        self.waiting = None
+        self.err = b""
+        self.err_fd = -1
+        self.down()
+
+    def down(self):
+        self.pid = 0
+        self.ready = False
+        self.init_in = self.init_out = self.info = self.process = -1
 
 
 class Supervisor:
@@ -62,7 +78,6 @@ class Supervisor:
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.sandboxes = {}
-        self.children = {}
         self.workers = {}
         self.input = b""
         self.owner_dir = config["ownerDir"]
@@ -78,7 +93,7 @@ class Supervisor:
         self.probe_overlay()
         self.discarded = 0
         self.janitor = self.start_janitor()
-        self.listen()
+        self.launcher = Launcher(config, self.root, self.selector, self.answer, self.sandboxes.get)
         self.ready = {
             "root": self.root,
             "firstUid": self.first_uid,
@@ -164,8 +179,9 @@ class Supervisor:
             os.mkdir(os.path.join(stage, name), 0o755)
         mount(self.config["layersDir"], os.path.join(stage, "layers"), None, MS_BIND)
         mount(self.owner_dir, os.path.join(stage, "owner"), None, MS_BIND)
-        with open(self.config["agent"], "rb") as source, open(os.path.join(stage, "agent.py"), "wb") as copy:
-            copy.write(source.read())
+        # Nobody may read it: then the kernel lets nobody look into the process that runs it (ptrace(2)).
+        shutil.copyfile(os.path.join(self.owner_dir, "init"), os.path.join(stage, "init"))
+        os.chmod(os.path.join(stage, "init"), 0o111)
         for name, text in self.config["etc"].items():
             with open(os.path.join(stage, "etc", name), "w") as file:
                 file.write(text)
@@ -235,20 +251,11 @@ class Supervisor:
             unmount("probe")
             os.rmdir("probe")
 
-    def listen(self):
-        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        here = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
-        os.chdir("owner")  # socket addresses are limited to 108 bytes
-        self.server.bind("s")
-        os.fchdir(here)
-        os.close(here)
-        self.server.listen(64)
-
     # Workspaces
 
     def layer_path(self, sandbox, layer):
         """A layer's directory, seen through an id-mapped mount where it belongs to another uid."""
-        uid = sandbox["uid"]
+        uid = sandbox.uid
         if "durable" in layer:
             # Mapped one by one: their folder is root's alone, and root has no rights through a mapping
             # that leaves root out.
@@ -257,13 +264,13 @@ class Supervisor:
             source, name, inner = "s%s/d" % layer["home"], layer["home"], "/" + layer["name"]
         if not self.idmap or layer["uid"] == uid:
             return source + inner
-        target = "s%s/m%s" % (sandbox["sid"], name)
-        if target not in sandbox["mapped"]:
-            if layer["uid"] not in sandbox["namespaces"]:
-                sandbox["namespaces"][layer["uid"]] = user_namespace(layer["uid"], uid)
+        target = "s%s/m%s" % (sandbox.sid, name)
+        if target not in sandbox.mapped:
+            if layer["uid"] not in sandbox.namespaces:
+                sandbox.namespaces[layer["uid"]] = user_namespace(layer["uid"], uid)
             os.mkdir(target)
-            mount_mapped(source, target, sandbox["namespaces"][layer["uid"]])
-            sandbox["mapped"].add(target)
+            mount_mapped(source, target, sandbox.namespaces[layer["uid"]])
+            sandbox.mapped.add(target)
         return target + inner
 
     def op_open(self, request):
@@ -272,9 +279,8 @@ class Supervisor:
         os.mkdir(top, 0o755)
         for name in ("ws", "tmp", "d"):
             os.mkdir("%s/%s" % (top, name), 0o755)
-        sandbox = {"sid": sid, "uid": uid, "pid": 0, "mapped": set(), "namespaces": {}, "err": b"", "tmp": None}
-        sandbox["limit"] = (request["bytes"], request["inodes"])
-        self.sandboxes[sid] = sandbox
+        sandbox = self.sandboxes[sid] = Box(sid, uid)
+        sandbox.limit = (request["bytes"], request["inodes"])
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
         os.mkdir(top + "/d/shm", 0o700)
@@ -284,7 +290,7 @@ class Supervisor:
     def op_workspace(self, request):
         """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace."""
         sandbox = self.sandboxes[request["sid"]]
-        top, uid = "s%s" % request["sid"], sandbox["uid"]
+        top, uid = "s%s" % request["sid"], sandbox.uid
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
         self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
@@ -293,22 +299,22 @@ class Supervisor:
         os.mkdir(work, 0o700)
         unmount(top + "/ws")
         self.overlay(lower, upper, work, top + "/ws")
-        if request.get("freshTmp") or not sandbox["tmp"]:
+        if request.get("freshTmp") or not sandbox.tmp:
             fresh = "%s/d/tmp-%s" % (top, request["upper"])
             os.mkdir(fresh)
             os.chown(fresh, uid, uid)
             os.chmod(fresh, 0o1777)
             unmount(top + "/tmp")
             mount(fresh, top + "/tmp", None, MS_BIND)
-            if sandbox["tmp"]:
-                self.discard(sandbox["tmp"])
-            sandbox["tmp"] = fresh
+            if sandbox.tmp:
+                self.discard(sandbox.tmp)
+            sandbox.tmp = fresh
         if request.get("discard"):
             self.discard("%s/d/%s" % (top, request["discard"]))
             self.discard("%s/d/work-%s" % (top, request["discard"]))
         if request.get("retired"):
             self.discard("%s/d/work-%s" % (top, request["retired"]))
-        sandbox["limit"] = (request["bytes"], request["inodes"])
+        sandbox.limit = (request["bytes"], request["inodes"])
         if self.limit(sandbox) or not self.going(top):
             return None
 
@@ -325,13 +331,13 @@ class Supervisor:
 
     def limit(self, sandbox, more_bytes=0, more_inodes=0):
         """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
-        place = "s%s/d" % sandbox["sid"]
+        place = "s%s/d" % sandbox.sid
         info = os.statvfs(place)
         used = (info.f_blocks - info.f_bfree) * info.f_frsize, info.f_files - info.f_ffree
-        size, inodes = (max(pair) for pair in zip(sandbox["limit"], used))
+        size, inodes = (max(pair) for pair in zip(sandbox.limit, used))
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
               "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
-        return (size, inodes) == sandbox["limit"]
+        return (size, inodes) == sandbox.limit
 
     def going(self, top):
         """Trees of a sandbox that the janitor has yet to delete."""
@@ -427,7 +433,7 @@ class Supervisor:
         """One layer that holds what the workspace shows, beside the ones it was stacked from."""
         sandbox = self.sandboxes[request["sid"]]
         top = "s%s" % request["sid"]
-        job = lambda: copy_layer(top + "/ws", "%s/d/%s" % (top, request["name"]), sandbox["uid"])
+        job = lambda: copy_layer(top + "/ws", "%s/d/%s" % (top, request["name"]), sandbox.uid)
         self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
         return NotImplemented
 
@@ -443,18 +449,18 @@ class Supervisor:
         sandbox = self.sandboxes.get(sid)
         if not sandbox:
             return
-        if sandbox["pid"]:
-            os.kill(sandbox["pid"], signal.SIGKILL)
+        if sandbox.pid:
+            os.kill(sandbox.pid, signal.SIGKILL)
         top = "s%s" % sid
         unmount(top + "/ws")
         unmount(top + "/tmp")
-        for target in sandbox["mapped"]:
+        for target in sandbox.mapped:
             unmount(target)
             os.rmdir(target)
-        sandbox["mapped"].clear()
-        for namespace in sandbox["namespaces"].values():
+        sandbox.mapped.clear()
+        for namespace in sandbox.namespaces.values():
             os.close(namespace)
-        sandbox["namespaces"].clear()
+        sandbox.namespaces.clear()
         if request.get("keep"):
             for name in os.listdir(top + "/d"):
                 if name not in request["keep"]:
@@ -472,71 +478,17 @@ class Supervisor:
         unmount(top + "/ws")
         unmount(top + "/tmp")
         sandbox = self.sandboxes[request["sid"]]
-        if sandbox["tmp"]:
-            self.discard(sandbox["tmp"])
-        sandbox["tmp"] = None
+        if sandbox.tmp:
+            self.discard(sandbox.tmp)
+        sandbox.tmp = None
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
-        if sandbox and sandbox["pid"]:
-            os.kill(sandbox["pid"], signal.SIGKILL)
-
-    # Sandboxes
-
-    def launch(self, connection, request):
-        sandbox = self.sandboxes[request["sid"]]
-        err_read, err_write = os.pipe()
-        supervisor = os.getpid()
-        pid = fork_bound()
-        if pid == 0:
-            try:
-                # Standard streams and the filter's descriptor 3 survive, nothing else does.
-                keep = [connection.fileno(), err_write, os.open("owner/filter.bpf", os.O_RDONLY)]
-                moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in keep]
-                for fd, to in ((moved[0], 0), (moved[0], 1), (moved[1], 2), (moved[2], 3)):
-                    os.dup2(fd, to)
-                os.closerange(4, 65536)
-                for cgroup in request["cgroups"]:
-                    with open(cgroup + "/cgroup.procs", "w") as file:
-                        file.write("0")
-                for name in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
-                    signal.signal(name, signal.SIG_DFL)
-                os.umask(0o022)
-                if self.root:
-                    os.setgroups([])
-                    os.setresgid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
-                    os.setresuid(sandbox["uid"], sandbox["uid"], sandbox["uid"])
-                    die_with(supervisor)  # the change of uid took it back
-                # An empty environment: pid 1's is readable inside as /proc/1/environ.
-                os.execve(self.config["bwrap"], request["argv"], {})
-            except BaseException as error:
-                os.write(2, ("cannot start: %s" % error).encode())
-            os._exit(127)
-        os.close(err_write)
-        os.set_blocking(err_read, False)
-        sandbox["pid"] = pid
-        self.children[pid] = sandbox
-        sandbox["err"] = b""
-        sandbox["fd"] = err_read
-        self.selector.register(err_read, selectors.EVENT_READ, ("err", sandbox))
-        connection.close()
-
-    def read_errors(self, sandbox):
-        """Keeps the end of what bubblewrap and the agent say; guests never have this descriptor."""
-        while sandbox["fd"] >= 0:
-            try:
-                chunk = os.read(sandbox["fd"], 65536)
-            except BlockingIOError:
-                return
-            sandbox["err"] = (sandbox["err"] + chunk)[-4096:]
-            if not chunk:
-                self.close_errors(sandbox)
-
-    def close_errors(self, sandbox):
-        if sandbox["fd"] >= 0:
-            self.selector.unregister(sandbox["fd"])
-            os.close(sandbox["fd"])
-            sandbox["fd"] = -1
+        if sandbox and sandbox.pid:
+            os.kill(sandbox.pid, signal.SIGKILL)
+        # The agent is no child of bubblewrap; without a group the end of its connection ends it.
+        for cgroup in request["cgroups"]:
+            kill_group(cgroup)
 
     def reap(self):
         while True:
@@ -554,17 +506,7 @@ class Supervisor:
                 os.close(read)
                 done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
                 continue
-            sandbox = self.children.pop(pid, None)
-            if sandbox:
-                sandbox["pid"] = 0
-                self.read_errors(sandbox)
-                self.close_errors(sandbox)
-                self.answer({
-                    "event": "exit",
-                    "sid": sandbox["sid"],
-                    "status": os.waitstatus_to_exitcode(status),
-                    "stderr": sandbox["err"].decode("utf-8", "replace"),
-                })
+            self.launcher.exited(pid, status)
 
     # Loop
 
@@ -585,21 +527,6 @@ class Supervisor:
         except Exception as error:
             self.answer({"id": request["id"], "error": repr(error), "errno": 0})
 
-    def accept(self):
-        connection, _ = self.server.accept()
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = connection.recv(4096)
-            if not byte or len(line) > MAX_LINE:
-                connection.close()
-                return
-            line += byte
-        try:
-            self.launch(connection, json.loads(line))
-        except (ValueError, KeyError, OSError) as error:
-            connection.close()
-            self.answer({"event": "fault", "message": repr(error)})
-
     def run(self):
         wake_read, wake_write = os.pipe()
         for fd in (wake_read, wake_write):
@@ -607,35 +534,35 @@ class Supervisor:
             os.set_inheritable(fd, False)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self.selector.register(0, selectors.EVENT_READ, ("control", None))
-        self.selector.register(self.server, selectors.EVENT_READ, ("launch", None))
-        self.selector.register(wake_read, selectors.EVENT_READ, ("child", None))
+        ended = False
+
+        def control():
+            nonlocal ended
+            chunk = os.read(0, 65536)
+            ended = not chunk
+            self.input += chunk
+            while b"\n" in self.input:
+                line, self.input = self.input.split(b"\n", 1)
+                self.handle(json.loads(line))
+
+        def children():
+            try:
+                os.read(wake_read, 4096)
+            except BlockingIOError:
+                pass
+            self.reap()
+
+        self.selector.register(0, selectors.EVENT_READ, control)
+        self.selector.register(wake_read, selectors.EVENT_READ, children)
         self.answer({"event": "ready", **self.ready})
-        while True:
+        while not ended:
             for key, _ in self.selector.select():
-                kind, sandbox = key.data
-                if kind == "control":
-                    chunk = os.read(0, 65536)
-                    if not chunk:
-                        return
-                    self.input += chunk
-                    while b"\n" in self.input:
-                        line, self.input = self.input.split(b"\n", 1)
-                        self.handle(json.loads(line))
-                elif kind == "launch":
-                    self.accept()
-                elif kind == "err":
-                    self.read_errors(sandbox)
-                else:
-                    try:
-                        os.read(wake_read, 4096)
-                    except BlockingIOError:
-                        pass
-                    self.reap()
+                if key.fd in self.selector.get_map():  # not closed by the one before
+                    key.data()
 
     def end(self):
         """Every sandbox's pid 1 dies with its bwrap; the namespace's mounts go with the last process."""
-        for pid in [*self.children, *self.workers]:
+        for pid in [*self.launcher.children, self.launcher.zygote_pid, *self.workers]:
             os.kill(pid, signal.SIGKILL)
         os.close(self.janitor)
         try:
@@ -652,13 +579,20 @@ def remove_cgroup(path):
     for name in os.listdir(path):
         if os.path.isdir(os.path.join(path, name)):
             remove_cgroup(os.path.join(path, name))
+    kill_group(path)
+    try:
+        os.rmdir(path)
+    except OSError:
+        pass  # busy for a moment: the next start tries again
+
+
+def kill_group(path):
     try:
         with open(os.path.join(path, "cgroup.procs")) as file:
             for pid in file.read().split():
                 os.kill(int(pid), signal.SIGKILL)
-        os.rmdir(path)
     except OSError:
-        pass  # busy for a moment: the next start tries again
+        pass  # gone already
 
 
 def main():

@@ -7,6 +7,7 @@ import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
 import { LonghaulError } from '../../core/index.ts';
 import { type CgroupHost, makeOwnerGroups, ownerGroups } from './cgroup.ts';
+import { initProgram } from './init.ts';
 import { hostArchitecture, seccompFilter } from './seccomp.ts';
 
 /** A layer as the supervisor finds it: on a sandbox's tmpfs, or in the durable layer folder. */
@@ -64,7 +65,7 @@ export class Supervisor {
   readonly #child: ChildProcess;
   readonly #cgroups: CgroupHost | null;
   readonly #pending = new Map<number, (answer: Answer) => void>();
-  readonly #exits = new Map<string, (exit: SandboxExit) => void>();
+  readonly #exits = new Map<string, PromiseWithResolvers<SandboxExit>>();
   readonly #stderr: () => string;
   #nextId = 1;
   #gone = false;
@@ -102,6 +103,7 @@ export class Supervisor {
     for (const path of [runDir, layersDir, ownerDir])
       mkdirSync(path, { recursive: true, mode: 0o700 });
     writeFileSync(join(ownerDir, 'filter.bpf'), seccompFilter(architecture));
+    writeFileSync(join(ownerDir, 'init'), initProgram(architecture));
     const cgroups = options.cgroups ? ownerGroups(options.cgroups, owner) : [];
     writeFileSync(
       join(ownerDir, 'owner.json'),
@@ -135,7 +137,6 @@ export class Supervisor {
         layersDir,
         ownerDir,
         bwrap: options.bwrap,
-        agent: fileURLToPath(new URL('./agent.py', import.meta.url)),
         etc: ETC,
         uidBase: options.uidBase,
         uidBlocks: UID_BLOCKS,
@@ -168,6 +169,11 @@ export class Supervisor {
     });
   }
 
+  /** The last line that it, the zygote or an agent on its way in wrote about a failure. */
+  get said(): string {
+    return this.#stderr().trim().split('\n').at(-1) ?? '';
+  }
+
   get gone(): boolean {
     return this.#gone;
   }
@@ -176,19 +182,21 @@ export class Supervisor {
     for await (const line of lines) {
       const message = JSON.parse(line);
       if (message.event === 'exit') {
-        this.#exits.get(message.sid)?.({ status: message.status, stderr: message.stderr });
+        const { status, stderr } = message;
+        this.#exits.get(message.sid)?.resolve({ status, stderr });
+        this.#exits.delete(message.sid);
       } else if (message.id !== undefined) {
         this.#pending.get(message.id)?.(message);
         this.#pending.delete(message.id);
       }
     }
     this.#gone = true;
-    const reason = this.#stderr().trim().split('\n').at(-1) || 'it was ended from outside';
+    const reason = this.said || 'it was ended from outside';
     for (const settle of this.#pending.values())
       settle({ error: `the supervisor is gone: ${reason}`, errno: 0 });
     this.#pending.clear();
-    for (const notify of this.#exits.values())
-      notify({ status: -9, stderr: `the supervisor is gone: ${reason}` });
+    for (const exit of this.#exits.values())
+      exit.resolve({ status: -9, stderr: `the supervisor is gone: ${reason}` });
   }
 
   /** One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`. */
@@ -209,14 +217,20 @@ export class Supervisor {
     );
   }
 
-  /** Starts bubblewrap for an opened sandbox. The returned socket is the agent's standard input and output. */
+  /**
+   * Has an agent sent into an opened sandbox, and bubblewrap started where it does not run. The socket is
+   * the agent's, which says hello when it is in; `exit` settles when bubblewrap ends.
+   */
   launch(
     sid: string,
-    argv: string[],
-    cgroups: string[],
-    onExit: (exit: SandboxExit) => void,
-  ): Promise<Socket> {
-    this.#exits.set(sid, onExit);
+    request: { argv: string[]; agent: Record<string, unknown> },
+  ): Promise<{ socket: Socket; exit: Promise<SandboxExit> }> {
+    let exit = this.#exits.get(sid);
+    if (!exit) {
+      exit = Promise.withResolvers<SandboxExit>();
+      this.#exits.set(sid, exit);
+    }
+    const { promise } = exit;
     return new Promise((resolve, reject) => {
       // Through a descriptor of the folder: the address of a unix socket holds 108 bytes.
       const folder = openSync(this.ownerDir, 'r');
@@ -232,8 +246,8 @@ export class Supervisor {
       socket.once('connect', () => {
         closeSync(folder);
         socket.removeAllListeners('error');
-        socket.write(`${JSON.stringify({ sid, argv, cgroups })}\n`);
-        resolve(socket);
+        socket.write(`${JSON.stringify({ sid, ...request })}\n`);
+        resolve({ socket, exit: promise });
       });
     });
   }

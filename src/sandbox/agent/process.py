@@ -1,0 +1,247 @@
+"""Processes of the guest: each is a fork of the agent, made ahead and waiting for what to run."""
+
+# More than the code below needs: what snippets import most is loaded once, before the first fork.
+import _signal
+import collections
+import ctypes
+import datetime
+import fcntl
+import functools
+import io
+import itertools
+import json
+import linecache
+import math
+import os
+import re
+import select
+import signal
+import struct
+import sys
+import traceback
+import types
+
+import archive
+
+# Where snippets import from: the agent's folder is not theirs.
+SNIPPET_PATH = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
+OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote")
+PR_SET_DUMPABLE = 4
+PRCTL = ctypes.CDLL(None).prctl
+WORKSPACE = "/workspace"
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "HOME": WORKSPACE,
+    "USER": "agent",
+    "LANG": "C.UTF-8",
+    "TMPDIR": "/tmp",
+}
+# A fork that has not taken its work after this is given up.
+READY_SECONDS = 5
+
+
+class Spare:
+    """A fork made ahead: it waits on a pipe for what to run."""
+
+    def __init__(self, config):
+        pipes = [os.pipe(), os.pipe(), os.pipe()]
+        control, ready = os.pipe(), os.pipe()
+        try:
+            self.pid = os.fork()
+        except OSError:
+            for end in itertools.chain(control, ready, *pipes):
+                os.close(end)
+            raise
+        if self.pid == 0:
+            try:
+                become_process(pipes, control[0], ready[1], config)
+            finally:
+                os._exit(1)
+        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0], ready[1]):
+            os.close(end)
+        self.control = control[1]
+        self.ready = ready[0]
+        self.pipes = [pipes[0][1], pipes[1][0], pipes[2][0]]
+
+    def close(self):
+        for end in [self.control, self.ready, *self.pipes]:
+            os.close(end)
+
+    def start(self, header, source):
+        """Hands the work over; False when a guest has ended the waiting process.
+
+        A signal may still be on its way, or wait behind a stop until SIGCONT. The process answers once
+        it has the work: whatever was sent to it before has taken effect by then, or never will.
+        """
+        poll = select.poll()
+        poll.register(self.ready, select.POLLIN)
+        text = json.dumps(header).encode()
+        try:
+            os.kill(self.pid, signal.SIGCONT)
+            write_all(self.control, struct.pack(">II", len(text), len(source)) + text + source)
+            if poll.poll(READY_SECONDS * 1000) and os.read(self.ready, 1):
+                return True
+            os.kill(self.pid, signal.SIGKILL)
+            return False
+        except (BrokenPipeError, ProcessLookupError):
+            return False
+        finally:
+            os.close(self.control)
+            os.close(self.ready)
+
+
+def write_all(fd, data):
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view):]
+
+
+def become_process(pipes, control, ready, config):
+    """Waits for work and does it: a program, a snippet, or an archive. Never returns."""
+    os.setsid()
+    for fd, pipe in enumerate(pipes):
+        os.dup2(pipe[0 if fd == 0 else 1], fd)
+    # The pipes may have taken the numbers that the copies shall have.
+    control = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 64)
+    ready = fcntl.fcntl(ready, fcntl.F_DUPFD_CLOEXEC, 64)
+    os.dup2(control, 3, inheritable=False)
+    os.dup2(ready, 4, inheritable=False)
+    os.closerange(5, 65536)
+    module = types.ModuleType("__main__")
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    sizes = os.read(3, 8)
+    if len(sizes) < 8:
+        os._exit(0)  # not needed any more
+    text, source = (read_pipe(3, size) for size in struct.unpack(">II", sizes))
+    os.write(4, b"1")
+    os.close(3)
+    os.close(4)
+    # A handler of Python's would run some time after its signal; the default acts at once, as `start` needs.
+    for name in (signal.SIGPIPE, signal.SIGXFSZ):
+        _signal.signal(name, _signal.SIG_DFL)
+    # Only now: until it runs guest code, guest code must not look into it.
+    PRCTL(PR_SET_DUMPABLE, 1, 0, 0, 0)
+    try:
+        # The file belongs to root as long as the process is not dumpable.
+        fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
+        os.write(fd, b"500")
+        os.close(fd)
+    except OSError:
+        pass
+    header = json.loads(text)
+    if header["kind"] == "exec":
+        run_program(header, config)
+    elif header["kind"] == "code":
+        run_snippet(source, module, config)
+    else:
+        run_archive(header)
+
+
+def read_pipe(fd, size):
+    data = bytearray()
+    while len(data) < size:
+        data += os.read(fd, min(1 << 20, size - len(data)))
+    return bytes(data)
+
+
+def fail(code, text):
+    os.write(2, text.encode("utf-8", "surrogateescape") + b"\n")
+    os._exit(code)
+
+
+def run_program(header, config):
+    """As a shell would: 127 for a program that is not there, 126 for one that cannot run."""
+    argv = header["argv"]
+    environment = {**ENVIRONMENT, **config["env"], **header["env"]}
+    cwd = os.path.join(config["cwd"], header["cwd"])
+    try:
+        os.chdir(cwd)
+    except OSError as error:
+        fail(126, "cannot enter %s: %s" % (cwd, error.strerror))
+    if "/" in argv[0]:
+        found = argv[0] if os.path.lexists(argv[0]) else None
+    else:
+        places = [os.path.join(folder, argv[0]) for folder in environment["PATH"].split(":")]
+        found = next((path for path in places if os.path.isfile(path) and os.access(path, os.X_OK)), None)
+    if found is None:
+        fail(127, "%s: command not found" % argv[0])
+    try:
+        os.execve(found, argv, environment)
+    except (OSError, ValueError) as error:
+        fail(126, "%s: %s" % (argv[0], getattr(error, "strerror", None) or error))
+
+
+def run_snippet(source, module, config):
+    """A fresh `__main__` with the standard streams and, at its end, what a program's end does."""
+    if config["python"]:
+        # This interpreter is the host's; the image's own libraries belong to the image's own.
+        fd = os.memfd_create("snippet", 0)
+        write_all(fd, source)
+        header = {"argv": [config["python"], "/proc/self/fd/%d" % fd], "cwd": "", "env": {}}
+        return run_program(header, config)
+    for name in OWN_MODULES:
+        sys.modules.pop(name, None)  # a guest may have a file of that name
+    _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update({**ENVIRONMENT, **config["env"]})
+    sys.argv, sys.path = [""], ["", *SNIPPET_PATH]
+    sys.dont_write_bytecode = False
+    try:
+        os.chdir(config["cwd"])
+    except OSError:
+        pass  # the guest may have taken its own permission to enter
+    code = 0
+    try:
+        text = source.decode("utf-8")
+        name = "<snippet>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        exec(compile(text, name, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as request:
+        code = exit_code(request.code)
+    except BaseException as error:
+        code = 1
+        # The first frame is this file's.
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        traceback.print_exception(type(error), error, trace)
+    try:
+        # As at the end of a program: threads are waited for, then the exit functions run.
+        if "threading" in sys.modules:
+            sys.modules["threading"]._shutdown()
+        if "atexit" in sys.modules:
+            sys.modules["atexit"]._run_exitfuncs()
+    except BaseException:
+        traceback.print_exc()
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:
+        code = code or 120
+    os._exit(code & 0xFF)
+
+
+def exit_code(value):
+    if value is None:
+        return 0
+    if isinstance(value, int):
+        return value
+    print(value, file=sys.stderr)
+    return 1
+
+
+def run_archive(header):
+    """Writes a tree to standard output, or unpacks one from standard input."""
+    try:
+        os.chdir(header["path"])
+        if header["kind"] == "pack":
+            archive.pack(".", 1)
+        else:
+            archive.unpack(0, header.get("whiteouts", False))
+    except archive.Refused as error:
+        fail(2, str(error))
+    except (OSError, MemoryError, ValueError) as error:
+        fail(1, "%s: %s" % (type(error).__name__, error))
+    os._exit(0)
+
+

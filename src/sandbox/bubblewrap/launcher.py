@@ -1,0 +1,217 @@
+"""Starts bubblewrap for a workspace and has the zygote send an agent in."""
+
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+
+from mounts import die_with, fork_bound
+
+MAX_LINE = 16 * 1024 * 1024
+# Descriptors that bubblewrap is given beside its standard ones; command.ts names them too.
+FILTER_FD, INFO_FD = 3, 4
+
+
+class Launcher:
+    """A sandbox is launched by connecting to the unix socket `s` in the owner's directory and sending one
+    JSON line: that very connection becomes the agent's, so the owner talks to it without a relay."""
+
+    def __init__(self, config, root, selector, tell, find):
+        """`tell` sends an event to the owner, `find` gives a sandbox by its id."""
+        self.config = config
+        self.root = root
+        self.selector = selector
+        self.tell = tell
+        self.find = find
+        self.children = {}
+        self.zygote = None
+        self.start_zygote()
+        self.listen()
+
+    def start_zygote(self):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        here = os.path.dirname(os.path.abspath(__file__))
+        self.zygote_pid = fork_bound()
+        if self.zygote_pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                os.dup2(theirs.fileno(), 0)
+                os.dup2(2, 1)
+                os.closerange(3, 65536)
+                os.chdir(here)  # its command line shows inside, and no path of the host should
+                argv = [os.path.basename(sys.executable), "-I", "-B", "zygote.py"]
+                os.execve(sys.executable, argv, {})
+            finally:
+                os._exit(127)
+        theirs.close()
+        if self.zygote:
+            self.zygote.close()
+        self.zygote = ours
+
+    def listen(self):
+        self.server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        here = os.open(".", os.O_RDONLY | os.O_CLOEXEC)
+        os.chdir("owner")  # socket addresses are limited to 108 bytes
+        self.server.bind("s")
+        os.fchdir(here)
+        os.close(here)
+        self.server.listen(64)
+        self.selector.register(self.server, selectors.EVENT_READ, self.accept)
+
+    def accept(self):
+        connection, _ = self.server.accept()
+        line = b""
+        while not line.endswith(b"\n"):
+            chunk = connection.recv(65536)
+            if not chunk or len(line) > MAX_LINE:
+                connection.close()
+                return
+            line += chunk
+        try:
+            request = json.loads(line)
+            box = self.find(request["sid"])
+            box.waiting = (connection, request["agent"])
+            if box.ready:
+                self.send_agent(box)
+            elif not box.pid:
+                self.launch(box, request["argv"], request["agent"]["cgroups"])
+        except (ValueError, KeyError, AttributeError, OSError) as error:
+            connection.close()
+            self.tell({"event": "fault", "message": repr(error)})
+
+    def launch(self, box, argv, cgroups):
+        pipes = [os.pipe() for _ in range(4)]
+        (in_read, in_write), (out_read, out_write), (err_read, err_write), (info_read, info_write) = pipes
+        supervisor = os.getpid()
+        pid = fork_bound()
+        if pid == 0:
+            try:
+                become_bubblewrap(
+                    self.config["bwrap"], argv, cgroups, box.uid if self.root else None, supervisor,
+                    [in_read, out_write, err_write, os.open("owner/filter.bpf", os.O_RDONLY), info_write],
+                )
+            except BaseException as error:
+                os.write(2, ("cannot start: %s" % error).encode())
+            finally:
+                os._exit(127)
+        for fd in (in_read, out_write, err_write, info_write):
+            os.close(fd)
+        for fd in (out_read, err_read, info_read):
+            os.set_blocking(fd, False)
+        box.pid, box.init_in, box.init_out = pid, in_write, out_read
+        box.info, box.err, box.heard = info_read, b"", b""
+        box.err_fd = err_read
+        self.children[pid] = box
+        self.selector.register(err_read, selectors.EVENT_READ, lambda: self.read_errors(box))
+        self.selector.register(out_read, selectors.EVENT_READ, lambda: self.hear(box))
+
+    def hear(self, box):
+        """Process 1 inside says that it runs: now its namespaces are complete."""
+        try:
+            chunk = os.read(box.init_out, 4096)
+        except BlockingIOError:
+            return
+        if not chunk:
+            self.selector.unregister(box.init_out)
+            return  # its exit is told when it is collected
+        box.heard += chunk
+        if not box.heard.endswith(b"\n"):
+            return
+        self.selector.unregister(box.init_out)
+        os.set_blocking(box.init_out, True)
+        text = b""
+        while True:
+            try:
+                chunk = os.read(box.info, 4096)
+            except BlockingIOError:
+                break
+            if not chunk:
+                break
+            text += chunk
+        os.close(box.info)
+        box.info = -1
+        # Our own child keeps it alive, so the number cannot be another's.
+        box.process = os.pidfd_open(json.loads(text)["child-pid"])
+        box.ready = True
+        self.send_agent(box)
+
+    def send_agent(self, box):
+        if not box.waiting:
+            return
+        (connection, request), box.waiting = box.waiting, None
+        text = json.dumps({**request, "root": self.root}).encode()
+        fds = [connection.fileno(), box.process, box.init_in, box.init_out]
+        try:
+            socket.send_fds(self.zygote, [text], fds)
+        except OSError:
+            # It was ended from outside: its agents are gone too, new ones can come.
+            self.start_zygote()
+            socket.send_fds(self.zygote, [text], fds)
+        connection.close()
+
+    def read_errors(self, box):
+        """Keeps the end of what bubblewrap says; guests never have this descriptor."""
+        while box.err_fd >= 0:
+            try:
+                chunk = os.read(box.err_fd, 65536)
+            except BlockingIOError:
+                return
+            box.err = (box.err + chunk)[-4096:]
+            if not chunk:
+                self.close_errors(box)
+
+    def close_errors(self, box):
+        if box.err_fd >= 0:
+            self.selector.unregister(box.err_fd)
+            os.close(box.err_fd)
+            box.err_fd = -1
+
+    def exited(self, pid, status):
+        """Whether the process was one of these. Tells the end of a sandbox's process tree."""
+        if pid == self.zygote_pid:
+            self.start_zygote()
+            return True
+        box = self.children.pop(pid, None)
+        if not box:
+            return False
+        self.read_errors(box)
+        self.close_errors(box)
+        if box.waiting:
+            box.waiting[0].close()
+        for fd in (box.init_in, box.init_out, box.info, box.process):
+            if fd >= 0:
+                if fd in self.selector.get_map():
+                    self.selector.unregister(fd)
+                os.close(fd)
+        box.down()
+        self.tell({
+            "event": "exit",
+            "sid": box.sid,
+            "status": os.waitstatus_to_exitcode(status),
+            "stderr": box.err.decode("utf-8", "replace"),
+        })
+        return True
+
+
+def become_bubblewrap(program, argv, cgroups, uid, supervisor, fds):
+    # Standard streams, the filter and the way to tell process numbers survive, nothing else does.
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
+    for to, fd in enumerate(moved):
+        os.dup2(fd, to)
+    os.closerange(len(fds), 65536)
+    for cgroup in cgroups:
+        with open(cgroup + "/cgroup.procs", "w") as file:
+            file.write("0")
+    for name in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, signal.SIG_DFL)
+    os.umask(0o022)
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+        die_with(supervisor)  # the change of uid took it back
+    # An empty environment: process 1's is readable inside as /proc/1/environ.
+    os.execve(program, argv, {})
