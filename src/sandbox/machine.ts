@@ -154,7 +154,8 @@ export function durableLayers(dir: string): { count: number; bytes: number } {
     // none was ever made
   }
   const total = { count: 0, bytes: 0 };
-  for (const name of names) {
+  // Others are half written, or on their way out.
+  for (const name of names.filter((each) => each.startsWith('d-') && !each.includes('.'))) {
     const text = read(join(folder, name, 'layer.json'));
     if (text === null) continue;
     total.count++;

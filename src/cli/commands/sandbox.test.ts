@@ -53,6 +53,11 @@ const processesNaming = (word: string): string[] =>
     }
   });
 
+async function untilRunning(word: string): Promise<void> {
+  for (let i = 0; i < 500 && processesNaming(word).length === 0; i++) await sleep(20);
+  expect(processesNaming(word)).not.toEqual([]);
+}
+
 describe('usage errors start nothing', () => {
   test.each([
     ['no command', []],
@@ -250,7 +255,7 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
       const closed = once(child, 'close');
       const [first] = await once(child.stdout!, 'data');
       expect(String(first)).toBe('begun\n');
-      expect(processesNaming('27182818')).not.toEqual([]);
+      await untilRunning('27182818');
       child.kill(signal);
       expect((await closed)[0]).toBe(expected);
       expect(processesNaming('27182818')).toEqual([]);
@@ -258,9 +263,9 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
   );
 
   test('kill -9 of the command line leaves nothing', async () => {
-    const child = start('--', 'sh', '-c', 'echo begun; sleep 16180339');
+    const child = start('--', 'sleep', '16180339');
     const closed = once(child, 'close');
-    await once(child.stdout!, 'data');
+    await untilRunning('16180339');
     child.kill('SIGKILL');
     await closed;
     for (let i = 0; i < 500 && processesNaming('16180339').length > 0; i++) await sleep(20);
