@@ -5,7 +5,7 @@ import type { BenchRun, Row } from '../row.ts';
 import { coldPython, RuncBundle } from './baseline.ts';
 import { runSnippet } from './latency.ts';
 import { COLD_ROW_NOTE, Rates, seconds, settle } from './measure.ts';
-import { HAUNTING, LITTERING, residueAfterRollback } from './residue.ts';
+import { haunt, LITTERING, residueAfterRollback } from './residue.ts';
 
 /** Executions side by side: one for each of the two cores that the bars speak of. */
 const SIDE_BY_SIDE = 2;
@@ -33,8 +33,8 @@ export async function resetRow(home: string, run: BenchRun): Promise<Row> {
     let done = 0;
     let residue: string | null = null;
     const execute = async ({ sandbox, base }: { sandbox: Sandbox; base: LayerId }) => {
-      const source = ++done % HAUNT_EVERY === 0 ? HAUNTING : LITTERING;
-      const [result] = await sandbox.runCode([{ language: 'python', source }]);
+      const [result] = await sandbox.runCode([{ language: 'python', source: LITTERING }]);
+      if (++done % HAUNT_EVERY === 0) await haunt(sandbox);
       if (result!.stdout !== 'clean\n') residue ??= result!.stdout.trim() || JSON.stringify(result);
       await sandbox.rollback(base);
     };

@@ -47,7 +47,7 @@ export async function bench(
     for (const row of await group.measure(platform.home, run)) {
       if (only !== undefined && row.name !== only) continue;
       rows.push(row);
-      const ratio = row.ratio === undefined ? '' : `  ratio ${row.ratio.toFixed(2)}`;
+      const ratio = row.ratio === undefined ? '' : `  ratio ${figure(row.ratio)}`;
       output.say(
         `  ${style(row.pass ? 'green' : 'red', row.pass ? 'holds' : 'fails')}  ${row.name.padEnd(width)} ${row.value.toFixed(3)} ${row.unit}  p50 ${row.p50.toFixed(3)}  p99 ${row.p99.toFixed(3)}  n ${row.n}${ratio}  bar: ${row.bar}`,
       );
@@ -57,6 +57,10 @@ export async function bench(
   output.document({ bench: room, machine: machine(), quick: run.quick, rows });
   return rows.every((row) => row.pass) ? 0 : 1;
 }
+
+/** Two decimals, and two digits of what is smaller than that. */
+const figure = (value: number): string =>
+  value >= 0.1 || value === 0 ? value.toFixed(2) : value.toPrecision(2);
 
 function machine(): Record<string, unknown> {
   return {

@@ -58,6 +58,12 @@ async function untilRunning(word: string): Promise<void> {
   expect(processesNaming(word)).not.toEqual([]);
 }
 
+/** A killed process is listed until the kernel has taken it down. */
+async function untilGone(word: string): Promise<void> {
+  for (let i = 0; i < 500 && processesNaming(word).length > 0; i++) await sleep(20);
+  expect(processesNaming(word)).toEqual([]);
+}
+
 describe('usage errors start nothing', () => {
   test.each([
     ['no command', []],
@@ -154,7 +160,7 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
     expect(code).toBe(124);
     expect(stdout).toBe('begun\n');
     expect(stderr).toMatch(/ran past 500 ms/);
-    expect(processesNaming('31415926')).toEqual([]);
+    await untilGone('31415926');
   });
 
   test('a memory bomb ends with a failure that is the command’s, not the machine’s', async () => {
@@ -258,7 +264,7 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
       await untilRunning('27182818');
       child.kill(signal);
       expect((await closed)[0]).toBe(expected);
-      expect(processesNaming('27182818')).toEqual([]);
+      await untilGone('27182818');
     },
   );
 
@@ -268,8 +274,7 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
     await untilRunning('16180339');
     child.kill('SIGKILL');
     await closed;
-    for (let i = 0; i < 500 && processesNaming('16180339').length > 0; i++) await sleep(20);
-    expect(processesNaming('16180339')).toEqual([]);
+    await untilGone('16180339');
   });
 
   test('a reader that goes away ends the command', async () => {
