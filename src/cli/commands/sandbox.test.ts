@@ -58,6 +58,21 @@ async function untilRunning(word: string): Promise<void> {
   expect(processesNaming(word)).not.toEqual([]);
 }
 
+/** Whether a command line has started the process that holds its sandbox's mounts. */
+const sandboxIsOpen = (owner: number): boolean =>
+  readdirSync('/proc').some((pid) => {
+    if (!/^\d+$/.test(pid)) return false;
+    try {
+      const stat = readFileSync(`/proc/${pid}/stat`, 'utf8');
+      const parent = Number(stat.slice(stat.lastIndexOf(')') + 2).split(' ')[1]);
+      return (
+        parent === owner && readFileSync(`/proc/${pid}/cmdline`, 'utf8').includes('supervisor')
+      );
+    } catch {
+      return false;
+    }
+  });
+
 /** A killed process is listed until the kernel has taken it down. */
 async function untilGone(word: string): Promise<void> {
   for (let i = 0; i < 500 && processesNaming(word).length > 0; i++) await sleep(20);
@@ -265,6 +280,44 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
       child.kill(signal);
       expect((await closed)[0]).toBe(expected);
       await untilGone('27182818');
+    },
+  );
+
+  test.each([
+    ['a snippet', ['--python', 'print(1, flush=True)\nwhile True: pass']],
+    ['input that does not come', ['--stdin', '--python', 'print(1)']],
+    ['input of a command', ['--stdin', '--', 'cat']],
+  ])('SIGINT ends %s', async (_, args) => {
+    const child = start('--json', ...args);
+    const closed = once(child, 'close');
+    let stdout = '';
+    child.stdout!.on('data', (chunk) => {
+      stdout += chunk;
+    });
+    for (let i = 0; i < 500 && !sandboxIsOpen(child.pid!); i++) await sleep(20);
+    // Most likely in the middle of it; what must hold, holds at any moment from here on.
+    await sleep(300);
+    child.kill('SIGINT');
+    expect((await closed)[0]).toBe(130);
+    expect(JSON.parse(stdout)).toMatchObject({ driver: 'bubblewrap', exitCode: 130 });
+  });
+
+  const root = process.getuid?.() === 0;
+  test.skipIf(!root)(
+    `without bubblewrap a command is refused as the machine's lack${root ? '' : ' (skipped: needs root)'}`,
+    async () => {
+      const hide = 'mount --bind /dev/null "$(command -v bwrap)"; exec "$@"';
+      const child = spawn(
+        'unshare',
+        [
+          ...['--mount', 'sh', '-ec', hide, 'sh', process.execPath, program],
+          ...['sandbox', 'exec', '--home', home, '--', 'echo', 'ran'],
+        ],
+        { stdio: ['pipe', 'pipe', 'pipe'] },
+      );
+      const { code, stdout, stderr } = await ended(child);
+      expect({ code, stdout }).toEqual({ code: 3, stdout: '' });
+      expect(stderr).toMatch(/runs no commands; bubblewrap: .*\n.*next: /);
     },
   );
 

@@ -8,7 +8,7 @@ import type {
   SandboxDriver,
   SandboxSpec,
 } from '../../sandbox/contract.ts';
-import { openSandboxes } from '../../sandbox/index.ts';
+import { type OpenedSandboxes, openSandboxes } from '../../sandbox/index.ts';
 import { duration, printable } from '../output.ts';
 import type { Platform } from '../platform.ts';
 import { GuestOutput } from '../terminal.ts';
@@ -66,32 +66,65 @@ export async function exec(
       argv.length > 0 ? 'a command and --python exclude each other' : 'there is no command to run',
       { next: 'For example `longhaul sandbox exec -- ls -l`, or --python "print(1)".' },
     );
+  const interruption = new Interruption();
+  try {
+    return await execUntil(interruption, platform, argv, options);
+  } finally {
+    interruption.end();
+  }
+}
+
+async function execUntil(
+  interruption: Interruption,
+  platform: Platform,
+  argv: readonly string[],
+  options: ExecOptions,
+): Promise<number> {
   const { output } = platform;
   const opened = await openSandboxes({ dir: join(platform.home, 'sandbox'), warm: 0 });
   const { driver } = opened;
   platform.closeLater(() => driver.close());
-  if (opened.reason !== null) output.say(printable(opened.saidAloud));
-  const spec = specOf(options);
-  const sandbox = await driver.create(spec);
-  const interruption = new Interruption();
+  if (opened.reason !== null) {
+    output.say(printable(opened.saidAloud));
+    refuseWhatOnlyBubblewrapRuns(opened, options);
+  }
+  const sandbox = await driver.create(specOf(options));
+  const { isolation } = driver.capabilities;
+  const about = { driver: driver.name, isolation, spec: sandbox.spec };
   try {
+    interruption.signal.throwIfAborted();
     const result = await run(driver, sandbox, argv, options, interruption.signal, output.json);
     explain(platform, result, options, sandbox.networkAttempts());
-    const code = interruption.exitCode ?? exitCodeOf(result);
+    const exitCode = interruption.exitCode ?? exitCodeOf(result);
     output.document({
-      driver: driver.name,
-      isolation: driver.capabilities.isolation,
-      spec: sandbox.spec,
-      exitCode: code,
+      ...about,
+      exitCode,
       result,
       usage: await sandbox.usage(),
       networkAttempts: sandbox.networkAttempts(),
     });
-    return code;
+    return exitCode;
+  } catch (error) {
+    const { exitCode } = interruption;
+    if (exitCode === null) throw error;
+    output.document({ ...about, exitCode, result: null });
+    return exitCode;
   } finally {
-    interruption.end();
     await sandbox.stop();
   }
+}
+
+/** Without bubblewrap a weaker driver may still run something; what it cannot run is the machine's lack, not the user's mistake. */
+function refuseWhatOnlyBubblewrapRuns(
+  { driver, reason, next }: OpenedSandboxes,
+  { python }: ExecOptions,
+): void {
+  const { exec: commands, languages } = driver.capabilities;
+  if (python === undefined ? commands : languages.includes('python')) return;
+  const what = python === undefined ? 'commands' : 'Python';
+  throw new LonghaulError('SandboxUnavailable', `${driver.name} runs no ${what}; ${reason}`, {
+    ...(next !== null && { next }),
+  });
 }
 
 async function run(
@@ -107,6 +140,8 @@ async function run(
   const stderr = new GuestOutput(process.stderr);
   try {
     if (options.python !== undefined) {
+      // A snippet has no end of its own that could be asked for.
+      signal.addEventListener('abort', () => void sandbox.stop(), { once: true });
       const stdin = options.stdin ? { stdin: (await readStdin()).toString() } : {};
       const [result] = await sandbox.runCode([
         { language: 'python', source: options.python, timeoutMs, ...stdin },
@@ -225,6 +260,7 @@ class Interruption {
 
   #end(exitCode: number): void {
     this.exitCode ??= exitCode;
+    process.stdin.destroy();
     this.#controller.abort();
   }
 
