@@ -82,6 +82,7 @@ class Agent:
         self.jobs = {}
         self.processes = {}  # by the id of the request that started them
         self.spare = None
+        self.used = False
         self.watch(control_in, select.POLLIN, lambda: self.receive())
 
     # Loop
@@ -273,7 +274,10 @@ class Agent:
         if not request.get("open"):
             job.closing = True
         self.feed(job)
-        self.prepare()  # while this one runs
+        # While this one runs; but many a sandbox is used once.
+        if self.used:
+            self.prepare()
+        self.used = True
         return job, None
 
     def feed(self, job):

@@ -83,7 +83,7 @@ export class BubblewrapDriver implements SandboxDriver {
       languages: ['python'],
       exec: true,
       processes: true,
-      pause: parts.cgroups?.version === 'v2' || bases.freezer ? 'freezer' : 'none',
+      pause: parts.cgroups?.version === 'v2' || (bases.freezer && bases.pids) ? 'freezer' : 'none',
       network: 'none',
       images: ['host'],
       memory: bases.memory ? 'cgroup' : 'rlimit',

@@ -11,6 +11,7 @@ maps the caller to root of a new user namespace, and overlays use `userxattr`.
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import selectors
@@ -179,6 +180,11 @@ class Supervisor:
             os.mkdir(os.path.join(stage, name), 0o755)
         mount(self.config["layersDir"], os.path.join(stage, "layers"), None, MS_BIND)
         mount(self.owner_dir, os.path.join(stage, "owner"), None, MS_BIND)
+        # The programs may lie below /tmp, which is covered from here on.
+        here = os.path.dirname(os.path.abspath(__file__))
+        os.mkdir(os.path.join(stage, "py"), 0o755)
+        for source in [here + "/zygote.py", *glob.glob(os.path.join(os.path.dirname(here), "agent", "*.py"))]:
+            shutil.copyfile(source, os.path.join(stage, "py", os.path.basename(source)))
         # Nobody may read it: then the kernel lets nobody look into the process that runs it (ptrace(2)).
         shutil.copyfile(os.path.join(self.owner_dir, "init"), os.path.join(stage, "init"))
         os.chmod(os.path.join(stage, "init"), 0o111)
