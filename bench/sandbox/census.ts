@@ -14,8 +14,8 @@ const MIB = 2 ** 20;
  * noise: counts may differ by what is in flight at a sample, memory by what an allocator keeps.
  */
 export const QUANTITIES = {
-  'own resident MiB': 16,
-  'own heap MiB': 2,
+  'own resident MiB': 8,
+  'own heap MiB': 1,
   'supervisor resident MiB': 1,
   'mounts of the supervisor': 1,
   'control groups': 1,
