@@ -1,10 +1,13 @@
 import { mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { createServer } from 'node:http';
+import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { Readable } from 'node:stream';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
+import type { NetworkPolicy } from './contract.ts';
 import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
@@ -298,10 +301,11 @@ describe.each(drivers)('$name', ({ open }) => {
         },
         timeoutMs: 20_000,
       });
+      const refused = expect(running).rejects.toMatchObject({ code: 'SandboxBroken' });
       await first.promise;
       expect(seen).toEqual(['stdout one\n']);
       await sandbox.stop();
-      await expect(running).rejects.toMatchObject({ code: 'SandboxBroken' });
+      await refused;
     }
     await sandbox.stop();
   });
@@ -443,6 +447,58 @@ describe.each(drivers)('$name', ({ open }) => {
     const [fork] = await sandbox.fork(1);
     await expect(fork!.readFile('/run/secrets/token')).rejects.toMatchObject({ code: 'NotFound' });
     await Promise.all([sandbox.stop(), fork!.stop()]);
+  });
+
+  test('a network policy lets its hosts through, records every attempt, and keeps secrets outside', async () => {
+    const server = createServer((request, response) => {
+      response.end(
+        `${request.url} ${request.headers.authorization === 'Bearer k3y-0123456789' ? 'known' : 'unknown'}`,
+      );
+    });
+    await new Promise<void>((resolve) => server.listen(0, '127.0.0.1', resolve));
+    const { port } = server.address() as AddressInfo;
+    process.env.CONFORMANCE_KEY = 'k3y-0123456789';
+    const network: NetworkPolicy = {
+      allow: [
+        {
+          host: '127.0.0.1',
+          ports: [port],
+          private: true,
+          inject: { authorization: { env: 'CONFORMANCE_KEY', prefix: 'Bearer ' } },
+        },
+      ],
+    };
+    try {
+      if (driver.capabilities.network === 'none') return await lacks(driver.create({ network }));
+      await expect(driver.create({ network: { allow: [{ host: 'a b' }] } })).rejects.toMatchObject({
+        code: 'ConfigInvalid',
+      });
+      const sandbox = await driver.create({ network });
+      const fetch = (url: string) => `
+import os, urllib.request
+for name in ("no_proxy", "NO_PROXY"): del os.environ[name]  # the server here is on the loopback
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({"http": os.environ["HTTP_PROXY"]}))
+try: print(opener.open("${url}", timeout=10).read().decode())
+except Exception as error: print(error, getattr(error, "read", lambda: "")())
+print("k3y-0123456789" in str(os.environ))
+`;
+      const python = (source: string) =>
+        sandbox.exec({ argv: ['python3', '-c', source], timeoutMs: 20_000 });
+      const url = `http://127.0.0.1:${port}/path`;
+      expect((await python(fetch(url))).stdout).toBe('/path known\nFalse\n');
+      expect((await python(fetch('http://example.com/'))).stdout).toMatch(/403/);
+      const direct = `import socket; socket.create_connection(("127.0.0.1", ${port}), 5)`;
+      expect((await python(direct)).stderr).toMatch(/refused|unreachable/i);
+      const seen = sandbox.networkAttempts().map(({ host, outcome }) => `${host} ${outcome}`);
+      expect(seen).toEqual(['127.0.0.1 allowed', 'example.com refused']);
+      const [fork] = await sandbox.fork(1);
+      expect((await fork!.exec({ argv: ['python3', '-c', fetch(url)] })).stdout).toContain('known');
+      expect(fork!.networkAttempts()).toHaveLength(1);
+      await Promise.all([sandbox.stop(), fork!.stop()]);
+    } finally {
+      delete process.env.CONFORMANCE_KEY;
+      server.close();
+    }
   });
 
   test('what the guest runs into is told with what the kernel counted', async () => {

@@ -22,6 +22,7 @@ export interface CgroupLimits {
   diskBytes: number;
   cpus: number;
   pids: number;
+  network: unknown;
 }
 
 /** Read by `findCgroups`; replaceable so that layouts of other machines can be tested. */
@@ -142,8 +143,8 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What the pid limit is raised by: bubblewrap's two processes, the agent and its spare fork. */
-const OWN_PROCESSES = 4;
+/** What the pid limit is raised by: bubblewrap's two processes, agent, nursery and a spare. */
+const OWN_PROCESSES = 5;
 const FREEZE_TIMEOUT_MS = 5000;
 const CPU_PERIOD_US = 100_000;
 
@@ -162,7 +163,8 @@ export class Cgroup {
     }
     this.#limitMemory(limits.memoryBytes + limits.diskBytes);
     const quota = Math.max(1000, Math.round(limits.cpus * CPU_PERIOD_US));
-    const pids = String(limits.pids + OWN_PROCESSES);
+    const own = limits.network === 'none' ? OWN_PROCESSES : OWN_PROCESSES + 1; // and a relay
+    const pids = String(limits.pids + own);
     if (this.#version === 'v2') {
       this.#write('cpu', 'cpu.max', `${quota} ${CPU_PERIOD_US}`);
       this.#write('pids', 'pids.max', pids);

@@ -62,13 +62,15 @@ class Box:
         self.mapped = set()
         self.namespaces = {}
         self.tmp = None
+        self.network = False
+        self.cgroups = []
         self.waiting = None
         self.err = b""
         self.err_fd = -1
         self.down()
 
     def down(self):
-        self.pid = 0
+        self.pid = self.relay = 0
         self.ready = False
         self.init_in = self.init_out = self.info = self.process = -1
 
@@ -191,6 +193,11 @@ class Supervisor:
         for name, text in self.config["etc"].items():
             with open(os.path.join(stage, "etc", name), "w") as file:
                 file.write(text)
+        # For programs that reach the network through the proxy and check certificates themselves.
+        for name in ("ssl/certs/ca-certificates.crt", "ssl/openssl.cnf", "pki/tls/certs/ca-bundle.crt"):
+            if os.path.isfile("/etc/" + name):
+                os.makedirs(os.path.dirname(os.path.join(stage, "etc", name)), exist_ok=True)
+                shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
         for name in ("ld.so.cache", "localtime"):
             if os.path.isfile("/etc/" + name):
                 shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
