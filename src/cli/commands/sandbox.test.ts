@@ -1,10 +1,12 @@
 import { type ChildProcess, spawn } from 'node:child_process';
 import { once } from 'node:events';
 import { mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { createServer } from 'node:http';
+import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
-import { afterAll, describe, expect, test } from 'vitest';
+import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import { probeBubblewrap } from '../../sandbox/index.ts';
 import { exitCodeOf } from './sandbox.ts';
 
@@ -225,6 +227,52 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
       'import socket; socket.create_connection(("127.0.0.1", 22), 2)',
     );
     expect(code).toBe(1);
+  });
+
+  describe('--allow', () => {
+    /** Asks the proxy by hand: clients leave loopback addresses out, which inside are the guest's own. */
+    const ask = (port: number) => [
+      ...['--', 'python3', '-c'],
+      [
+        'import http.client, os, urllib.parse',
+        'proxy = urllib.parse.urlsplit(os.environ["HTTP_PROXY"])',
+        'c = http.client.HTTPConnection(proxy.hostname, proxy.port)',
+        `c.request("GET", "http://127.0.0.1:${port}/x")`,
+        'r = c.getresponse()',
+        'print(r.status, r.read().decode())',
+      ].join('\n'),
+    ];
+    const origin = createServer((_, response) => response.end('reached'));
+    let port = 0;
+    beforeAll(async () => {
+      origin.listen(0, '127.0.0.1');
+      await once(origin, 'listening');
+      port = (origin.address() as AddressInfo).port;
+    });
+    afterAll(() => origin.close());
+
+    test('lets through what it names, and a loopback address that is written down', async () => {
+      const { code, stdout } = await run('--allow', `127.0.0.1:${port}`, ...ask(port));
+      expect({ code, stdout }).toEqual({ code: 0, stdout: '200 reached\n' });
+    });
+
+    test('lets nothing else through, and says what was refused', async () => {
+      const { stdout, stderr } = await run(
+        ...['--allow', 'example.org:443', '--allow', '127.0.0.1:1'],
+        ...ask(port),
+      );
+      expect(stdout).toMatch(/^403 /);
+      expect(stdout).not.toContain('reached');
+      expect(stderr).toMatch(new RegExp(`network: 127\\.0\\.0\\.1:${port} refused: `));
+    });
+
+    test('--json lists the attempts', async () => {
+      const { stdout } = await run('--json', '--allow', 'example.org', ...ask(port));
+      expect(JSON.parse(stdout)).toMatchObject({
+        spec: { network: { allow: [{ host: 'example.org' }] } },
+        networkAttempts: [{ host: '127.0.0.1', port, method: 'GET', outcome: 'refused' }],
+      });
+    });
   });
 
   test('--python runs a snippet', async () => {

@@ -32,6 +32,9 @@ const { signals } = osConstants;
 /** Most of what is read ahead where standard input cannot be passed on as it comes. */
 const MOST_STDIN_BYTES = 64 * 2 ** 20;
 
+/** A guest may try a thousand addresses; a person reads the first ones. */
+const MOST_ATTEMPTS_SAID = 8;
+
 function specOf(options: ExecOptions): Partial<SandboxSpec> {
   const { image, memory, cpus, pids, disk, allow } = options;
   return {
@@ -232,7 +235,9 @@ function explain(
       ({ host, port, outcome, detail }) => `network: ${host}:${port} ${outcome}: ${detail}`,
     ),
   );
-  for (const line of said) output.say(printable(line));
+  for (const line of [...said].slice(0, MOST_ATTEMPTS_SAID)) output.say(printable(line));
+  if (said.size > MOST_ATTEMPTS_SAID)
+    output.say(`network: ${said.size - MOST_ATTEMPTS_SAID} more; --json has them all`);
 }
 
 /**
