@@ -1,7 +1,9 @@
 import { createServer as createTcp } from 'node:net';
+import { setTimeout as sleep, setImmediate as turn } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test, vi } from 'vitest';
+import { Rng } from '../../core/index.ts';
 import { connectTo, type Expected, expectAttempts, get, TestProxy } from './test-guest.ts';
-import { head, type Origin, untilEnd } from './test-origin.ts';
+import { craftedHello, head, type Origin, untilEnd } from './test-origin.ts';
 
 // The servers listen on the ports that rules speak of.
 const root = process.getuid?.() === 0;
@@ -477,6 +479,66 @@ describe.skipIf(!root)('ports below 1024 need root: what a guest tries', () => {
       expect(answer).toMatch(/^HTTP\/1.1 504 .*nothing for too long/s);
       expect(handle.attempts()).toMatchObject([{ outcome: 'failed' }]);
     });
+  });
+
+  test('2,000 requests with random faults: only what was understood leaves, and the proxy stays', async () => {
+    const { dial, send } = guest(WEB, { host: 'web.test', ports: [7], private: true });
+    const rng = Rng.of(7);
+    const any = (count: number) => rng.uint32() % count;
+    const seeds = [
+      get('http://web.test/a?b', 'web.test', 'X-A: 1', 'Cookie: a=b'),
+      'POST http://web.test/p HTTP/1.1\r\nHost: web.test\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n',
+      'PUT http://web.test/q HTTP/1.1\r\nHost: web.test\r\nContent-Length: 4\r\n\r\nbody',
+      `${connectTo('web.test:443')}${craftedHello(['web.test']).toString('latin1')}`,
+      `${connectTo('web.test:7')}raw`,
+      `${connectTo('web.test:80')}GET /in HTTP/1.1\r\nHost: web.test\r\n\r\n`,
+    ];
+    const parts = [
+      '\r\n',
+      '\n',
+      '\r',
+      '\0',
+      ' ',
+      ':',
+      'Host: evil.test',
+      'Content-Length: 3',
+      '\t',
+      '\xff',
+      '@',
+      '#',
+    ];
+    const faulty = () => {
+      let text = seeds[any(seeds.length)]!;
+      for (let count = any(4); count > 0; count--) {
+        const at = any(text.length);
+        const part = any(3) === 0 ? String.fromCharCode(any(256)) : parts[any(parts.length)]!;
+        text = text.slice(0, at) + (any(4) === 0 ? '' : part) + text.slice(at + any(3));
+      }
+      return Buffer.from(text, 'latin1');
+    };
+    origin.received.length = 0;
+    for (let round = 0; round < 500; round++) {
+      await Promise.all(
+        Array.from({ length: 4 }, async () => {
+          const socket = dial();
+          const bytes = faulty();
+          const cut = any(bytes.length);
+          socket.write(bytes.subarray(0, cut));
+          await turn();
+          socket.write(bytes.subarray(cut));
+          await Promise.race([untilEnd(socket), sleep(15)]);
+          socket.destroy();
+        }),
+      );
+    }
+    expect(origin.received.length).toBeGreaterThan(100);
+    for (const { headers, url } of origin.received) {
+      const hosts = headers.filter((_, index) => headers[index - 1]?.toLowerCase() === 'host');
+      expect([url, ...hosts]).toEqual([expect.stringMatching(/^\//), 'web.test']);
+    }
+    await vi.waitFor(async () =>
+      expect(await send(get('http://web.test/', 'web.test'))).toMatch(/^HTTP\/1.1 200 /),
+    );
   });
 
   describe('names', () => {

@@ -226,7 +226,7 @@ export class NetworkProxy {
       return;
     }
     const inside = await tunnel(guest, request, socket, head);
-    if (inside) this.#speak(socket, guest.session, inside);
+    if (inside && !socket.destroyed) this.#speak(socket, guest.session, inside);
   }
 
   #drop(socket: Socket, guest: Guest, reason: string): void {

@@ -112,8 +112,10 @@ export class Origin {
       }
       if (url === '/count') {
         let bytes = 0;
-        for await (const chunk of request) bytes += (chunk as Buffer).length;
-        response.end(String(bytes));
+        request.on('data', (chunk: Buffer) => {
+          bytes += chunk.length;
+        });
+        request.on('error', () => {}).on('end', () => response.end(String(bytes)));
         return;
       }
       if (url.startsWith('/endless')) {
