@@ -34,7 +34,7 @@ beforeAll(async () => {
     lookup: async () => [origin.address],
     ca: [origin.certificates.ca],
     environment: { KEY: 'sk-test-1234567890' },
-    limits: { connections: 3, idleMs: 2000 },
+    limits: { connections: 3, idleMs: 5000 },
   });
 });
 

@@ -27,7 +27,7 @@ export class TestProxy {
       lookup: (name) => this.#lookup(name),
       ca: [this.origin.certificates.ca],
       environment: this.environment,
-      limits: { headerMs: 600, helloMs: 600, connectMs: 1500, idleMs: 3000, connections: 4 },
+      limits: { headerMs: 1500, helloMs: 3000, connectMs: 1500, idleMs: 3000, connections: 4 },
     });
     return this;
   }
