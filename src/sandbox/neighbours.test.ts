@@ -66,6 +66,7 @@ tried(lambda p: call(${arm ? 30 : 251}, 1, p, 3 << 13)); tried(lambda u: call(${
     `def write_all(p):
     for folder in ("/proc/%d/" % p, "/proc/%d/task/%d/" % (p, p)):
         for name in os.listdir(folder):
+            if name == "sched": continue  # clears statistics; without root the spare's file is the guest's
             for text in (b"0", b"1000", b"x"):
                 try:
                     fd = os.open(folder + name, os.O_WRONLY)
