@@ -1,12 +1,20 @@
 import { type ChildProcess, spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { closeSync, mkdirSync, openSync, rmdirSync, rmSync, writeFileSync } from 'node:fs';
+import {
+  closeSync,
+  mkdirSync,
+  openSync,
+  readlinkSync,
+  rmdirSync,
+  rmSync,
+  writeFileSync,
+} from 'node:fs';
 import { connect, type Socket } from 'node:net';
 import { constants as osConstants } from 'node:os';
 import { join } from 'node:path';
 import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
-import { LonghaulError } from '../../core/index.ts';
+import { type ErrorCode, LonghaulError } from '../../core/index.ts';
 import { type CgroupHost, makeOwnerGroups, ownerGroups } from './cgroup.ts';
 import { initProgram } from './init.ts';
 import { hostArchitecture, seccompFilter } from './seccomp.ts';
@@ -69,7 +77,7 @@ export const RETRY_MS = 100;
 /** Whether what bubblewrap or an agent said means that the machine is full just now. */
 export const saidExhausted = (text: string) => EXHAUSTED_SAID.test(text);
 
-type Answer = { ok?: unknown; error?: string; errno?: number };
+type Answer = { ok?: unknown; error?: string; errno?: number; code?: ErrorCode };
 
 /** Client of the Python process that mounts and launches. It ends when this process does, however. */
 export class Supervisor {
@@ -121,7 +129,12 @@ export class Supervisor {
     const cgroups = options.cgroups ? ownerGroups(options.cgroups, owner) : [];
     writeFileSync(
       join(ownerDir, 'owner.json'),
-      JSON.stringify({ pid: process.pid, started: new Date().toISOString(), cgroups }),
+      JSON.stringify({
+        pid: process.pid,
+        pids: readlinkSync('/proc/self/ns/pid'),
+        started: new Date().toISOString(),
+        cgroups,
+      }),
     );
     if (options.cgroups) makeOwnerGroups(options.cgroups, owner);
 
@@ -213,7 +226,10 @@ export class Supervisor {
       exit.resolve({ status: -9, stderr: `the supervisor is gone: ${reason}` });
   }
 
-  /** One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`. */
+  /**
+   * One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`.
+   * Layers may be `NotFound` or `LayerDamaged`, and a guest's tree beyond saving is `FileRefused`.
+   */
   async request(op: string, fields: Record<string, unknown>): Promise<unknown> {
     const id = this.#nextId++;
     const answer = await new Promise<Answer>((resolve) => {
@@ -225,7 +241,7 @@ export class Supervisor {
     const { ENOSPC, EDQUOT } = osConstants.errno;
     const full = answer.errno === ENOSPC || answer.errno === EDQUOT;
     throw new LonghaulError(
-      full ? 'DiskFull' : 'SandboxUnavailable',
+      answer.code ?? (full ? 'DiskFull' : 'SandboxUnavailable'),
       `sandbox ${op}: ${answer.error}`,
       EXHAUSTED.has(answer.errno ?? 0) ? { retryAfterMs: RETRY_MS } : {},
     );
