@@ -19,6 +19,7 @@ import type { DurableRef, LayerRegistry, LayerStack, Weight } from './layers.ts'
 import {
   adviseOn,
   type LayerRef,
+  layerOwner,
   RETRY_MS,
   type SandboxExit,
   type Supervisor,
@@ -288,8 +289,13 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   // Layers
 
+  #layer(name: string): LayerRef {
+    const { supervisor, uidBase } = this.#host;
+    return { home: this.id, name, uid: layerOwner(supervisor.ready, uidBase) };
+  }
+
   #frozen(): LayerRef {
-    return { home: this.id, name: this.#upper, uid: this.uid };
+    return this.#layer(this.#upper);
   }
 
   snapshot(options: SnapshotOptions = {}): Promise<LayerId> {
@@ -341,7 +347,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       based: sources.length < stack.length,
       least: LEAST_MERGED,
     })) as number;
-    const squashed = { home: this.id, name, uid: this.uid };
+    const squashed = this.#layer(name);
     await this.#mount([squashed, ...stack.slice(merged)], { discard: this.#upper });
   }
 
