@@ -196,7 +196,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   /** A ready sandbox takes the workspace of `stack` before anybody has used it. */
   adopt(stack: LayerStack): Promise<void> {
-    return this.enqueue(() => this.#mount(stack, { freshTmp: true, discard: this.#upper }));
+    return this.enqueue(() => this.#mount(stack, { discard: this.#upper }));
   }
 
   // What the agent's calls need

@@ -62,7 +62,7 @@ class Box:
     def __init__(self, sid, uid):
         self.sid = sid
         self.uid = uid
-        self.limit = (0, 0)
+        self.limit = self.set = (0, 0)
         self.blank = None
         self.views = set()  # id-mapped mounts
         self.tmp = self.shm = None
@@ -310,7 +310,7 @@ class Supervisor:
         for name in ("ws", "tmp", "shm", "d"):
             os.mkdir("%s/%s" % (top, name), 0o755)
         sandbox = self.sandboxes[sid] = Box(sid, uid)
-        sandbox.limit = (request["bytes"], request["inodes"])
+        sandbox.limit = sandbox.set = (request["bytes"], request["inodes"])
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
 
@@ -338,8 +338,7 @@ class Supervisor:
         sandbox = self.sandboxes[request["sid"]]
         top = "s%s" % request["sid"]
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
-        used = self.used(sandbox)
-        self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        used = self.make_room(sandbox)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
         os.mkdir(upper, 0o755)
         os.chown(upper, self.disk_id, self.disk_id)
@@ -394,12 +393,21 @@ class Supervisor:
 
     def limit(self, sandbox, more_bytes=0, more_inodes=0):
         """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
-        place = "s%s/d" % sandbox.sid
         used = self.used(sandbox)
         size, inodes = (max(pair) for pair in zip(sandbox.limit, (used["bytes"], used["inodes"])))
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
-              "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
+        wanted = (size + more_bytes, inodes + more_inodes)
+        if wanted != sandbox.set:
+            mount("tmpfs", "s%s/d" % sandbox.sid, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
+                  "size=%d,nr_inodes=%d" % wanted)
+            sandbox.set = wanted
         return (size, inodes) == sandbox.limit
+
+    def make_room(self, sandbox):
+        """For a fresh layer, where the guest has left none."""
+        used = self.used(sandbox)
+        if used["bytes"] + HEADROOM_BYTES > sandbox.set[0] or used["inodes"] + HEADROOM_INODES > sandbox.set[1]:
+            self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        return used
 
     def used(self, sandbox):
         info = os.statvfs("s%s/d" % sandbox.sid)
@@ -541,6 +549,7 @@ class Supervisor:
         sandbox = self.sandboxes[request["sid"]]
         target = "s%s/d/%s" % (request["sid"], request["name"])
         sources = [self.source(layer, request["sid"]) for layer in request["sources"]]
+        sandbox.set = (0, 0)  # the job sets another, in a process of its own
 
         def job():
             count = tier(sources, request["least"])
