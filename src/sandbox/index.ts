@@ -7,4 +7,4 @@ export {
   type Probe,
   probeBubblewrap,
 } from './open.ts';
-export { QuickJsDriver, type QuickJsOptions } from './quickjs/driver.ts';
+export { WasmDriver, type WasmOptions } from './wasm/driver.ts';

@@ -63,12 +63,8 @@ export class KeptOutput {
     this.#tail = Buffer.from(joined.subarray(Math.max(0, joined.length - this.#tailLimit)));
   }
 
-  /** What was kept, as base64, and the number of bytes that passed. */
-  data(): { head: string; tail: string; total: number } {
-    return {
-      head: Buffer.concat(this.#head).toString('base64'),
-      tail: this.#tail.toString('base64'),
-      total: this.#total,
-    };
+  /** What was kept, and the number of bytes that passed. */
+  data(): { head: Buffer; tail: Buffer; total: number } {
+    return { head: Buffer.concat(this.#head), tail: this.#tail, total: this.#total };
   }
 }
