@@ -46,7 +46,7 @@ export function readContent(
 export function writeContent(files: MemoryFiles, path: SandboxPath, data: Uint8Array): void {
   try {
     named(path, (name) => {
-      const full = resolveNew(files, name);
+      const full = files.resolveNew(name);
       const before = files.at(full);
       if (before?.kind === 'null') throw new FileFault('EINVAL');
       const mode = before?.kind === 'file' ? before.mode : 0o644;
@@ -57,20 +57,6 @@ export function writeContent(files: MemoryFiles, path: SandboxPath, data: Uint8A
       throw new LonghaulError('FileRefused', error.message);
     throw error;
   }
-}
-
-/** The canonical path of a file to be written, whose parents are made where they are missing. */
-export function resolveNew(files: MemoryFiles, path: string): string {
-  const parts = path.split('/');
-  for (let i = 1; i < parts.length; i++) {
-    const parent = parts.slice(0, i).join('/');
-    if (parent === '') continue;
-    const full = files.resolve(parent, true);
-    if (!files.at(full)) files.makeDirectory(full);
-  }
-  const full = files.resolve(path, true);
-  if (path.endsWith('/') || files.at(full)?.kind === 'directory') throw new FileFault('EISDIR');
-  return full;
 }
 
 function entryOf(name: string, node: MemoryNode): FileEntry {

@@ -268,11 +268,21 @@ export class MemoryFiles {
     this.set(path, { kind: 'directory', mode, modifiedMs: Date.now() });
   }
 
-  /** Directories on the way to a canonical path. */
-  makeParents(path: string): void {
-    const missing: string[] = [];
-    for (let up = parentOf(path); !this.at(up); up = parentOf(up)) missing.push(up);
-    for (const each of missing.reverse()) this.makeDirectory(each);
+  /**
+   * The canonical path of a file to be written, whose parents are made where they are missing.
+   * `EISDIR` where a directory is.
+   */
+  resolveNew(path: string): string {
+    const parts = path.split('/');
+    for (let i = 1; i < parts.length; i++) {
+      const parent = parts.slice(0, i).join('/');
+      if (parent === '') continue;
+      const full = this.resolve(parent, true);
+      if (!this.at(full)) this.makeDirectory(full);
+    }
+    const full = this.resolve(path, true);
+    if (path.endsWith('/') || this.at(full)?.kind === 'directory') throw new FileFault('EISDIR');
+    return full;
   }
 
   /** A file that is still open goes on to count until it is closed. */

@@ -115,9 +115,8 @@ function defineFiles(vm: QuickJSContext, files: MemoryFiles): void {
       held += parts.at(-1)!.length;
       if (held > files.limits.diskBytes) throw new FileFault('ENOSPC');
       if (!last) return null;
-      const full = files.resolve(byteString(path!), true);
+      const full = files.resolveNew(byteString(path!));
       const before = files.at(full);
-      files.makeParents(full);
       if (before?.kind !== 'null') {
         const mode = before?.kind === 'file' ? before.mode : 0o644;
         const data = Uint8Array.from(Buffer.concat(parts));
