@@ -3,7 +3,7 @@ import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
-import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
+import { BubblewrapDriver, probeBubblewrap, type SandboxDriver, WasmDriver } from './index.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
 
@@ -12,7 +12,7 @@ const home = mkdtempSync(join(tmpdir(), 'longhaul-sandbox-'));
 const probe = await probeBubblewrap({ dir: join(home, 'probe') });
 const bubblewrapOptions = { dir: join(home, 'bubblewrap'), warm: 1 };
 const drivers: { name: string; open: () => Promise<SandboxDriver> }[] = [
-  { name: 'quickjs', open: () => QuickJsDriver.open({ dir: join(home, 'quickjs') }) },
+  { name: 'wasm', open: () => WasmDriver.open({ dir: join(home, 'wasm') }) },
 ];
 if (probe.ok) {
   drivers.push({ name: 'bubblewrap', open: () => BubblewrapDriver.open(bubblewrapOptions) });
