@@ -12,7 +12,7 @@ import {
 } from '../contract.ts';
 import { MemoryFiles } from './files.ts';
 import { MemoryLayers } from './layers.ts';
-import { EnginePool } from './process.ts';
+import { EnginePool, PATIENCE_MS } from './process.ts';
 import { readNodes } from './protocol.ts';
 import { pythonFolder } from './python.ts';
 import { type SandboxHome, WasmSandbox } from './sandbox.ts';
@@ -61,7 +61,9 @@ export class WasmDriver implements SandboxDriver {
   /** Starts the first process; `SandboxUnavailable` when it does not run here. */
   static async open(options: WasmOptions): Promise<WasmDriver> {
     const layers = new MemoryLayers(options.dir);
-    const pool = new EnginePool(options.processes ?? Math.max(MIN_PROCESSES, availableParallelism()));
+    const pool = new EnginePool(
+      options.processes ?? Math.max(MIN_PROCESSES, availableParallelism()),
+    );
     const languages =
       pythonFolder() === null ? (['javascript'] as const) : (['javascript', 'python'] as const);
     try {
@@ -94,8 +96,7 @@ export class WasmDriver implements SandboxDriver {
 
   async create(spec: Partial<SandboxSpec> = {}, from?: LayerId): Promise<Sandbox> {
     const full = this.#spec(spec);
-    const files =
-      from === undefined ? new MemoryFiles(full) : this.#home.layers.load(from, full);
+    const files = from === undefined ? new MemoryFiles(full) : this.#home.layers.load(from, full);
     return new WasmSandbox(full, files, this.#home);
   }
 
@@ -133,7 +134,8 @@ export class WasmDriver implements SandboxDriver {
     try {
       const { diskBytes, inodes } = limits;
       process.send({ kind: 'unpack', limits: { diskBytes, inodes } }, chunks);
-      const reply = await process.next();
+      const reply = await process.next(PATIENCE_MS);
+      if (reply === null) throw refused('unpacking it takes too long');
       if (!('header' in reply)) {
         if (reply.own) throw refused('unpacking it ended the process');
         throw new LonghaulError('SandboxBroken', 'the process that unpacked an archive ended');

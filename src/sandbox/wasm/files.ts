@@ -112,10 +112,10 @@ function indexOf(nodes: Iterable<string>): Map<string, Set<string>> {
   return index;
 }
 
-/** Read-only files below `/`: what the interpreters bring, and secrets. */
+/** Read-only files below `/`: a null device, and secrets. */
 export class FixedFiles {
   readonly nodes = new Map<string, MemoryNode>();
-  index: Map<string, Set<string>>;
+  readonly index: Map<string, Set<string>>;
 
   constructor(files: Iterable<[path: string, node: MemoryNode]> = []) {
     for (const [path, node] of [['/dev/null', { kind: 'null' }] as const, ...files]) {
@@ -402,7 +402,8 @@ export class MemoryFiles {
       this.#put(path, node);
     }
     for (const path of [...removed, ...put.map(([each]) => each)])
-      if (this.at(path)?.kind !== 'directory' && this.#hasBelow(path)) throw new FileFault('EINVAL');
+      if (this.at(path)?.kind !== 'directory' && this.#hasBelow(path))
+        throw new FileFault('EINVAL');
     const { diskBytes, inodes } = this.limits;
     if (this.#bytes > diskBytes || this.#nodes.size > inodes) throw new FileFault('ENOSPC');
     this.takeChanges();

@@ -73,9 +73,7 @@ export class MemoryLayers {
   }
 
   has(layer: LayerId): boolean {
-    return (
-      this.#volatile.has(layer) || (DURABLE_ID.test(layer) && existsSync(this.#path(layer)))
-    );
+    return this.#volatile.has(layer) || (DURABLE_ID.test(layer) && existsSync(this.#path(layer)));
   }
 
   drop(layer: LayerId): void {

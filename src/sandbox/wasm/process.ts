@@ -2,21 +2,25 @@ import { type ChildProcess, spawn } from 'node:child_process';
 import { dirname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
 import { LonghaulError } from '../../core/index.ts';
-import { type Answer, type Frame, FrameReader, frame, type Request } from './protocol.ts';
+import {
+  type Answer,
+  type Frame,
+  FrameReader,
+  frame,
+  MAX_BODY_BYTES,
+  type Request,
+} from './protocol.ts';
 import { pythonFolder } from './python.ts';
 
-/** JavaScript's own heap in the thread that passes frames. */
+/** JavaScript's own heap; snippets live in WebAssembly memory, which their limit bounds. */
 const HEAP_MB = 256;
+/** For deep recursion in an interpreter, which uses the host's stack; less than the 8 MiB it commonly has. */
+const STACK_KB = 4000;
 /** A process that holds more is replaced before the next batch. */
 const MAX_HELD_BYTES = 384 * 1024 * 1024;
 const START_TIMEOUT_MS = 30_000;
-/**
- * How long past its deadline a snippet may take until its process, which should have ended it, is taken
- * for broken. Compiling an interpreter falls into it.
- */
-const GRACE_MS = 30_000;
-/** Longest body of a frame from the process: output, and the files of a whole disk. */
-const MAX_BODY_BYTES = 2 ** 31 + 2 ** 24;
+/** How long the process may take for what is not a snippet: compiling an interpreter is the longest. */
+export const PATIENCE_MS = 60_000;
 /** Signals of a process that ended itself: a fault in an interpreter, or no memory for its heap. */
 const OWN_SIGNALS = ['SIGSEGV', 'SIGABRT', 'SIGBUS', 'SIGILL', 'SIGTRAP', 'SIGFPE'];
 
@@ -34,6 +38,11 @@ function readable(): string[] {
     result.push(join(folder, 'node_modules'), join(folder, 'package.json'));
     if (folder === dirname(folder)) return [...new Set(result)];
   }
+}
+
+/** The permissions of the process: to read those files, and nothing else that Node can refuse. */
+export function restrictions(): string[] {
+  return ['--permission', ...readable().map((path) => `--allow-fs-read=${path}`)];
 }
 
 export type Reply = { header: Answer; body: Uint8Array };
@@ -63,14 +72,11 @@ export class EngineProcess {
     this.#child = spawn(
       process.execPath,
       [
-        '--permission',
-        // The thread that can be ended when it does not end itself.
-        '--allow-worker',
-        ...readable().map((path) => `--allow-fs-read=${path}`),
+        ...restrictions(),
         `--max-old-space-size=${HEAP_MB}`,
+        `--stack-size=${STACK_KB}`,
         '--no-warnings',
         fileURLToPath(new URL(file, import.meta.url)),
-        `${MAX_BODY_BYTES}`,
       ],
       // A session of its own, so that Ctrl-C at a terminal is the owner's alone; the end of input ends it.
       { env: {}, cwd: '/', stdio: ['pipe', 'pipe', 'pipe'], detached: true },
@@ -114,9 +120,14 @@ export class EngineProcess {
   /** Resolves when the process can run snippets; `SandboxUnavailable` when it does not start. */
   async ready(): Promise<void> {
     const reply = await this.next(START_TIMEOUT_MS);
-    if ('header' in reply && reply.header.kind === 'ready') return;
+    if (reply && 'header' in reply && reply.header.kind === 'ready') return;
     this.kill();
-    const said = 'header' in reply ? reply.header.kind : reply.said.trim().split('\n').at(-1);
+    const said =
+      reply === null
+        ? 'it took too long'
+        : 'header' in reply
+          ? reply.header.kind
+          : reply.said.trim().split('\n').at(-1);
     throw new LonghaulError(
       'SandboxUnavailable',
       `the WebAssembly sandbox's process did not start: ${said}`,
@@ -127,26 +138,25 @@ export class EngineProcess {
     for (const part of frame(request, body)) this.#child.stdin!.write(part);
   }
 
-  /** The next answer, or how the process ended. It is killed when it takes too long. */
-  async next(ms = GRACE_MS): Promise<Reply | ProcessEnd> {
-    const timer = setTimeout(() => {
-      this.#ended(null, 'it did not answer');
-      this.kill();
-    }, ms);
+  /** The next answer, or how the process ended; null when there is none of both in time. */
+  async next(ms: number): Promise<Reply | ProcessEnd | null> {
+    let late = false;
+    const timer = setTimeout(
+      () => {
+        late = true;
+        this.#wake?.();
+      },
+      Math.max(0, ms),
+    );
     try {
-      while (this.#replies.length === 0 && !this.#end)
+      while (this.#replies.length === 0 && !this.#end && !late)
         await new Promise<void>((resolve) => {
           this.#wake = resolve;
         });
     } finally {
       clearTimeout(timer);
     }
-    return this.#replies.shift() ?? this.#end!;
-  }
-
-  /** Time to wait for the answer to a snippet. */
-  static patience(timeoutMs: number): number {
-    return timeoutMs + GRACE_MS;
+    return this.#replies.shift() ?? this.#end;
   }
 
   kill(): void {
@@ -167,6 +177,8 @@ export class EnginePool {
   readonly #owned = new Map<object, { process: EngineProcess; busy: boolean }>();
   readonly #waiting: (() => void)[] = [];
   #spare: Promise<EngineProcess> | null = null;
+  /** Memory limit of the sandbox that ran Python last: what a process that waits is made ready for. */
+  #python: number | null = null;
   #starting = 0;
   #closed = false;
 
@@ -177,6 +189,10 @@ export class EnginePool {
   async #start(): Promise<EngineProcess> {
     const process = new EngineProcess();
     await process.ready();
+    if (this.#python !== null && !this.#closed) {
+      process.send({ kind: 'warm', memoryBytes: this.#python }, []);
+      await process.ready();
+    }
     if (!this.#closed) return process;
     process.kill();
     throw new LonghaulError('SandboxBroken', 'the sandbox driver is closed');
@@ -186,6 +202,11 @@ export class EnginePool {
   async warm(): Promise<void> {
     this.#spare ??= this.#start();
     await this.#spare;
+  }
+
+  /** Processes that are started from now on are made ready for Python under this limit. */
+  expectPython(memoryBytes: number): void {
+    this.#python = memoryBytes;
   }
 
   /** The owner's process, which no other can take until `release`. */
@@ -207,10 +228,16 @@ export class EnginePool {
 
   async #give(owner: object): Promise<EngineProcess> {
     this.#starting++;
+    // Taken before anything is waited for: two must not get the same.
+    const waiting = this.#spare;
+    this.#spare = null;
     try {
-      const spare = await this.#spare?.catch(() => null);
-      this.#spare = null;
+      const spare = await waiting?.catch(() => null);
       const process = spare && !spare.dead ? spare : await this.#start();
+      if (this.#closed) {
+        process.kill();
+        throw new LonghaulError('SandboxBroken', 'the sandbox driver is closed');
+      }
       this.#owned.set(owner, { process, busy: true });
       return process;
     } finally {

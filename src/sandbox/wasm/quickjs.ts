@@ -11,11 +11,11 @@ const MAX_STACK_BYTES = 256 * 1024;
 /**
  * Defined inside: the host offers strings only. What it needs of the built-ins is taken before the
  * snippet can change them. Long texts go in parts, so that none is a large string of the host, and no
- * part ends within a surrogate pair.
+ * part ends within a surrogate pair. Strings cross as C strings: NUL goes as 1 1, and 1 as 1 2.
  */
 const PRELUDE = `(() => {
   const write = globalThis.__write, read = globalThis.__read, store = globalThis.__store;
-  const stdin = globalThis.__stdin;
+  const packedStdin = globalThis.__stdin;
   delete globalThis.__write; delete globalThis.__read; delete globalThis.__store; delete globalThis.__stdin;
   const call = Function.prototype.call;
   const slice = call.bind(String.prototype.slice), code = call.bind(String.prototype.charCodeAt);
@@ -24,11 +24,16 @@ const PRELUDE = `(() => {
     for (let at = 0; ; ) {
       let end = at + PART;
       if (end < text.length && (code(text, end - 1) & 0xfc00) === 0xd800) end--;
-      const error = give(slice(text, at, end), end >= text.length);
+      const error = give(pack(slice(text, at, end)), end >= text.length);
       if (error || end >= text.length) return error;
       at = end;
     }
   };
+  const split = call.bind(String.prototype.split), join = call.bind(Array.prototype.join);
+  const has = call.bind(String.prototype.includes);
+  const swap = (text, from, to) => has(text, from) ? join(split(text, from), to) : text;
+  const pack = (text) => swap(swap(text, '\\x01', '\\x01\\x02'), '\\0', '\\x01\\x01');
+  const unpack = (text) => swap(swap(text, '\\x01\\x01', '\\0'), '\\x01\\x02', '\\x01');
   const show = (value) => {
     if (typeof value === 'string') return value;
     if (value instanceof Error) return String(value) + '\\n' + (value.stack ?? '');
@@ -40,14 +45,15 @@ const PRELUDE = `(() => {
   const line = (to) => (...values) => { parts(values.map(show).join(' ') + '\\n', (part) => write(to, part)); };
   globalThis.print = line('1');
   globalThis.console = { log: line('1'), info: line('1'), debug: line('1'), warn: line('2'), error: line('2') };
+  const stdin = unpack(packedStdin);
   globalThis.readStdin = () => stdin;
   globalThis.readFile = (path) => {
-    const [error, text] = read(String(path));
+    const [error, text] = read(pack(String(path)));
     if (error) throw new Error(error);
-    return text;
+    return unpack(text);
   };
   globalThis.writeFile = (path, text) => {
-    const name = String(path);
+    const name = pack(String(path));
     const error = parts(String(text), (part, last) => store(name, part, last ? 'last' : ''));
     if (error) throw new Error(error);
   };
@@ -56,18 +62,21 @@ const PRELUDE = `(() => {
 export const messageOf = (error: unknown) =>
   error instanceof Error ? error.message : String(error);
 
+const pack = (text: string) => text.replaceAll('\x01', '\x01\x02').replaceAll('\0', '\x01\x01');
+const unpack = (text: string) => text.replaceAll('\x01\x01', '\0').replaceAll('\x01\x02', '\x01');
+
 function define(
   vm: QuickJSContext,
   name: string,
   call: (...args: string[]) => string | string[] | null,
 ): void {
   const handle = vm.newFunction(name, (...args) => {
-    const result = call(...args.map((arg) => vm.getString(arg)));
+    const result = call(...args.map((arg) => unpack(vm.getString(arg))));
     if (result === null) return vm.undefined;
-    if (typeof result === 'string') return vm.newString(result);
+    if (typeof result === 'string') return vm.newString(pack(result));
     const list = vm.newArray();
     result.forEach((text, index) => {
-      const item = vm.newString(text);
+      const item = vm.newString(pack(text));
       vm.setProp(list, index, item);
       item.dispose();
     });
@@ -203,7 +212,7 @@ function runIn(
     return null;
   });
   defineFiles(vm, files);
-  const stdin = vm.newString(snippet.stdin);
+  const stdin = vm.newString(pack(snippet.stdin));
   vm.setProp(vm.global, '__stdin', stdin);
   stdin.dispose();
   check(vm.evalCode(PRELUDE, 'prelude.js'));

@@ -2,6 +2,7 @@ import { randomBytes } from 'node:crypto';
 import {
   type CodeRequest,
   type ExecResult,
+  type ExitCause,
   type FileEntry,
   type FileStat,
   LonghaulError,
@@ -21,12 +22,17 @@ import { DEFAULT_KEEP_BYTES, outputText } from '../output.ts';
 import { listEntries, readContent, statOf, writeContent } from './calls.ts';
 import { FixedFiles, type MemoryFiles, type MemoryNode } from './files.ts';
 import type { MemoryLayers } from './layers.ts';
-import { EngineProcess, type EnginePool, type ProcessEnd } from './process.ts';
-import { readNodes, type Answer, type Snippet, wireFiles } from './protocol.ts';
+import { type EnginePool, type EngineProcess, PATIENCE_MS, type ProcessEnd } from './process.ts';
+import { type Answer, readNodes, type Snippet, wireFiles } from './protocol.ts';
 
 const DEFAULT_TIMEOUT_MS = 60_000;
+/** QuickJS ends its own snippets at the deadline, which costs the process nothing. */
+const JAVASCRIPT_GRACE_MS = 100;
 const SECRET_NAME = /^(?!\.{1,2}$)[A-Za-z0-9._-]{1,255}$/;
+const NOT_IN_TURN = 'answered out of turn';
 const NO_COMMANDS = 'Use bubblewrap or another driver that runs commands.';
+
+const sizeOf = (parts: readonly Uint8Array[]) => parts.reduce((sum, { length }) => sum + length, 0);
 
 type Ended = Extract<Answer, { kind: 'ended' }>;
 
@@ -128,26 +134,65 @@ export class WasmSandbox implements Sandbox {
           timeoutMs: request.timeoutMs ?? DEFAULT_TIMEOUT_MS,
         }),
       );
+      if (snippets.some(({ language }) => language === 'python'))
+        this.#home.pool.expectPython(this.spec.memoryBytes);
       this.#send(process, snippets);
       const results: ExecResult[] = [];
       for (const snippet of snippets) {
-        const started = performance.now();
-        const reply = await process.next(EngineProcess.patience(snippet.timeoutMs));
-        this.#check();
-        if (!('header' in reply)) {
-          results.push(this.#ended(reply, performance.now() - started));
-          break;
-        }
-        const { header, body } = reply;
-        if (header.kind === 'failed')
-          throw new LonghaulError('SandboxUnavailable', `the sandbox failed: ${header.message}`);
-        if (header.kind !== 'ended') throw this.#broken(process, 'answered out of turn');
-        results.push(this.#take(process, header, body));
-        if (header.lost) break;
+        const { result, lost } = await this.#result(process, snippet);
+        results.push(result);
+        if (lost) break;
       }
       return results;
     } finally {
-      this.#home.pool.release(this);
+      if (this.#gone === null) this.#home.pool.release(this);
+      else this.#home.pool.forget(this);
+    }
+  }
+
+  /** What became of one snippet; it is ended here when it is past its deadline. */
+  async #result(
+    process: EngineProcess,
+    { language, timeoutMs }: Snippet,
+  ): Promise<{ result: ExecResult; lost: boolean }> {
+    const grace = language === 'javascript' ? JAVASCRIPT_GRACE_MS : 0;
+    const printed: Record<1 | 2, Uint8Array[]> = { 1: [], 2: [] };
+    let startedAt: number | null = null;
+    for (;;) {
+      const since = startedAt === null ? 0 : performance.now() - startedAt;
+      const reply = await process.next(
+        startedAt === null ? PATIENCE_MS : timeoutMs + grace - since,
+      );
+      this.#check();
+      if (reply === null) {
+        if (startedAt === null) throw this.#broken(process, 'did not answer');
+        process.kill();
+        const end = { own: true, signal: 'SIGKILL', memory: false, said: '' };
+        return { result: this.#ended(end, 'timeout', startedAt, printed), lost: true };
+      }
+      if (!('header' in reply)) {
+        const cause = reply.memory ? 'out_of_memory' : 'signalled';
+        return { result: this.#ended(reply, cause, startedAt, printed), lost: true };
+      }
+      const { header, body } = reply;
+      switch (header.kind) {
+        case 'running':
+          startedAt ??= performance.now();
+          break;
+        case 'printed':
+          if (header.stream !== 1 && header.stream !== 2) throw this.#broken(process, NOT_IN_TURN);
+          // No more than it may: the process may not be what it was.
+          if (sizeOf(printed[header.stream]) < DEFAULT_KEEP_BYTES) {
+            printed[header.stream].push(new Uint8Array(body.subarray(0, DEFAULT_KEEP_BYTES)));
+          }
+          break;
+        case 'ended':
+          return { result: this.#take(process, header, body), lost: header.lost };
+        case 'failed':
+          throw new LonghaulError('SandboxUnavailable', `the sandbox failed: ${header.message}`);
+        default:
+          throw this.#broken(process, NOT_IN_TURN);
+      }
     }
   }
 
@@ -180,27 +225,40 @@ export class WasmSandbox implements Sandbox {
     return new LonghaulError('SandboxBroken', `the sandbox's process ${what}`);
   }
 
-  /** The process ended. By its own signal: the guest's doing; otherwise somebody's outside. */
-  #ended(end: ProcessEnd, ms: number): ExecResult {
+  /** The process is gone. By its own signal or for its deadline: the guest's doing; otherwise somebody's outside. */
+  #ended(
+    end: ProcessEnd,
+    cause: ExitCause,
+    startedAt: number | null,
+    printed: Record<1 | 2, Uint8Array[]>,
+  ): ExecResult {
     this.#synced = null;
-    if (!end.own)
+    if (!end.own || startedAt === null)
       throw new LonghaulError(
         'SandboxBroken',
         `the sandbox's process ended (${end.signal ?? end.said.trim().split('\n').at(-1)})`,
       );
+    const durationMs = performance.now() - startedAt;
+    // By the clock: it cannot be asked any more.
+    this.#cpuMs += durationMs;
     if (end.memory) this.#oomKills++;
+    const [stdout, stderr] = [Buffer.concat(printed[1]), Buffer.concat(printed[2])];
     return {
-      cause: end.memory ? 'out_of_memory' : 'signalled',
+      cause,
       code: null,
       signal: end.signal,
-      ...{ stdout: '', stderr: '', stdoutBytes: 0, stderrBytes: 0 },
-      durationMs: ms,
+      stdout: outputText(stdout, Buffer.alloc(0), stdout.length),
+      stderr: outputText(stderr, Buffer.alloc(0), stderr.length),
+      stdoutBytes: stdout.length,
+      stderrBytes: stderr.length,
+      durationMs,
       ...(end.memory && { limitsHit: ['memory'] }),
     };
   }
 
   #take(process: EngineProcess, { result, output, files, lost, usage }: Ended, body: Uint8Array) {
-    const bounds = output.reduce((ends, length) => [...ends, ends.at(-1)! + length], [0]);
+    const bounds = [0];
+    for (const length of output) bounds.push(bounds.at(-1)! + length);
     const part = (index: number) => body.subarray(bounds[index], bounds[index + 1]);
     let put: [string, MemoryNode][];
     try {
@@ -274,13 +332,19 @@ export class WasmSandbox implements Sandbox {
   /** `CapabilityMissing`: nothing is alive between calls that could be frozen. */
   async pause(): Promise<void> {
     this.#check();
-    throw this.#cannot('cannot pause', 'Nothing runs in it between calls; take a snapshot instead.');
+    throw this.#cannot(
+      'cannot pause',
+      'Nothing runs in it between calls; take a snapshot instead.',
+    );
   }
 
   /** `CapabilityMissing`, as `pause`. */
   async resume(): Promise<void> {
     this.#check();
-    throw this.#cannot('cannot pause', 'Nothing runs in it between calls; take a snapshot instead.');
+    throw this.#cannot(
+      'cannot pause',
+      'Nothing runs in it between calls; take a snapshot instead.',
+    );
   }
 
   putSecrets(secrets: Readonly<Record<string, string>>): Promise<void> {

@@ -25,7 +25,14 @@ const isUtf8 = (bytes: Uint8Array) => {
 
 const padding = (length: number) => Buffer.alloc((BLOCK - (length % BLOCK)) % BLOCK);
 
-function header(name: Buffer, type: string, size: number, mode: number, seconds: number, link = Buffer.alloc(0)) {
+function header(
+  name: Buffer,
+  type: string,
+  size: number,
+  mode: number,
+  seconds: number,
+  link = Buffer.alloc(0),
+) {
   const block = Buffer.alloc(BLOCK);
   const number = (value: number, at: number, length: number) =>
     block.write(value.toString(8).padStart(length - 1, '0'), at, 'latin1');
@@ -48,7 +55,8 @@ function header(name: Buffer, type: string, size: number, mode: number, seconds:
 function record(key: string, value: Buffer): Buffer {
   const rest = Buffer.concat([Buffer.from(` ${key}=`), value, Buffer.from('\n')]);
   let length = rest.length;
-  while (String(length).length + rest.length !== length) length = String(length).length + rest.length;
+  while (String(length).length + rest.length !== length)
+    length = String(length).length + rest.length;
   return Buffer.concat([Buffer.from(String(length)), rest]);
 }
 
@@ -64,8 +72,10 @@ export function* packTar(
     const link = Buffer.from(node.kind === 'symlink' ? node.target : '', 'latin1');
     const data = node.kind === 'file' ? node.data : new Uint8Array();
     const records = [record('mtime', Buffer.from((node.modifiedMs / 1000).toFixed(3)))];
-    if (!isUtf8(shown) || !isUtf8(link)) records.unshift(record('hdrcharset', Buffer.from('BINARY')));
-    const plain = (text: Buffer) => text.length <= MAX_USTAR_NAME && text.every((byte) => byte < 128);
+    if (!isUtf8(shown) || !isUtf8(link))
+      records.unshift(record('hdrcharset', Buffer.from('BINARY')));
+    const plain = (text: Buffer) =>
+      text.length <= MAX_USTAR_NAME && text.every((byte) => byte < 128);
     if (!plain(shown)) records.push(record('path', shown));
     if (!plain(link)) records.push(record('linkpath', link));
     if (data.length > MAX_USTAR_NUMBER) records.push(record('size', Buffer.from(`${data.length}`)));
@@ -105,7 +115,10 @@ function readNumber(field: Buffer): number {
     for (const byte of field.subarray(1)) value = value * 256 + byte;
     return value;
   }
-  const text = field.toString('latin1').replace(/[\0 ]+$/, '').trimStart();
+  const text = field
+    .toString('latin1')
+    .replace(/[\0 ]+$/, '')
+    .trimStart();
   if (!/^[0-7]*$/.test(text)) throw new ArchiveFault('a number in a header is malformed');
   return text === '' ? 0 : Number.parseInt(text, 8);
 }
@@ -130,7 +143,10 @@ function memberPath(name: string, prefix: string): string | null {
  * or come twice, and for hard links to what the archive has not shown before. A symbolic link is only
  * text: nothing is resolved here.
  */
-export function unpackTar(archive: Uint8Array, { prefix }: { prefix: string }): [string, MemoryNode][] {
+export function unpackTar(
+  archive: Uint8Array,
+  { prefix }: { prefix: string },
+): [string, MemoryNode][] {
   const bytes = Buffer.from(archive.buffer, archive.byteOffset, archive.length);
   const found = new Map<string, MemoryNode>();
   let global = new Map<string, Buffer>();
@@ -147,7 +163,9 @@ export function unpackTar(archive: Uint8Array, { prefix }: { prefix: string }): 
     const type = String.fromCharCode(block[156]!).replace('\0', '0');
     const extended = type === 'x' || type === 'g';
     const field = (key: string) => (extended ? undefined : (local.get(key) ?? global.get(key)));
-    const size = field('size') ? Number(field('size')!.toString()) : readNumber(block.subarray(124, 136));
+    const size = field('size')
+      ? Number(field('size')!.toString())
+      : readNumber(block.subarray(124, 136));
     const links = type === '1' || type === '2' || type === '5';
     const length = links ? 0 : size;
     if (!Number.isSafeInteger(length) || length < 0 || at + length > bytes.length)
@@ -205,10 +223,17 @@ export function unpackTar(archive: Uint8Array, { prefix }: { prefix: string }): 
 }
 
 /** A tree's nodes of what an archive holds: parents that it does not name are made, and come first. */
-export function withParents(nodes: readonly [string, MemoryNode][], root: string): [string, MemoryNode][] {
+export function withParents(
+  nodes: readonly [string, MemoryNode][],
+  root: string,
+): [string, MemoryNode][] {
   const all = new Map(nodes);
   for (const [path] of nodes) {
-    for (let up = path.slice(0, path.lastIndexOf('/')); up.length > root.length; up = up.slice(0, up.lastIndexOf('/'))) {
+    for (
+      let up = path.slice(0, path.lastIndexOf('/'));
+      up.length > root.length;
+      up = up.slice(0, up.lastIndexOf('/'))
+    ) {
       const node = all.get(up);
       if (!node) all.set(up, { kind: 'directory', mode: 0o755, modifiedMs: Date.now() });
       // Written through a link it would lie elsewhere than its name says.

@@ -528,11 +528,7 @@ export class Wasi {
           _inheriting: bigint,
           fdflags: number,
           out: number,
-        ) =>
-          this.#u32(
-            out,
-            this.#openPath(fd, lookup, [pointer, length], flags, rights, fdflags),
-          ),
+        ) => this.#u32(out, this.#openPath(fd, lookup, [pointer, length], flags, rights, fdflags)),
       ),
       path_readlink: guarded(
         (
