@@ -90,8 +90,10 @@ const attempts: Attempt[] = [
     prints(/^\['dev', 'tmp', 'workspace'\]$/m),
   ),
   // The library lies in the interpreter's own memory; what it does not know how to change ends it.
-  py('writing the standard library', 'open("/usr/local/lib/python3.11/os.py", "w").write("x")', (result) =>
-    expect(result.code).not.toBe(0),
+  py(
+    'writing the standard library',
+    'open("/usr/local/lib/python3.11/os.py", "w").write("x")',
+    (result) => expect(result.code).not.toBe(0),
   ),
   py(
     'replacing the standard library',
