@@ -390,7 +390,8 @@ export class MemoryFiles {
    * it is none; the tree is then of no use.
    */
   apply(put: readonly [path: string, node: MemoryNode][], removed: readonly string[]): void {
-    for (const path of removed) {
+    // What a directory holds goes before it.
+    for (const path of [...removed].sort().reverse()) {
       if (!this.#nodes.has(path)) continue;
       this.#check(path);
       this.#take(path);
@@ -420,9 +421,11 @@ export class MemoryFiles {
   }
 
   /** A tree of nodes, parents first. `ENOSPC` when they do not fit. */
-  static of(nodes: Iterable<[path: string, node: MemoryNode]>, limits: MemoryLimits): MemoryFiles {
+  static of(nodes: readonly [path: string, node: MemoryNode][], limits: MemoryLimits): MemoryFiles {
     const files = new MemoryFiles(limits);
     for (const [path, node] of nodes) files.set(path, node);
+    // As they were, not as putting files into them has made them.
+    for (const [path, node] of nodes) if (node.kind === 'directory') files.#nodes.set(path, node);
     files.takeChanges();
     return files;
   }

@@ -147,7 +147,7 @@ function unpack({ limits }: Extract<Request, { kind: 'unpack' }>, body: Uint8Arr
   } catch (error) {
     const guest = error instanceof ArchiveFault || error instanceof FileFault;
     const code = (error as { code?: unknown }).code;
-    const broken = typeof code === 'string' && /^(ZSTD_|ERR_BUFFER_TOO_LARGE)/.test(code);
+    const broken = typeof code === 'string' && /^(Z_|ZSTD_|ERR_BUFFER_TOO_LARGE)/.test(code);
     if (!guest && !broken) throw error;
     send({ kind: 'refused', message: messageOf(error) });
   }
