@@ -69,11 +69,7 @@ async function runSnippet(
   keepBytes: number,
   keep: Output,
 ): Promise<Omit<SnippetResult, 'totals'>> {
-  if (snippet.language === 'javascript') {
-    await quickjs.load();
-    send({ kind: 'running' });
-    return quickjs.run(snippet, memoryBytes, files!, keep);
-  }
+  if (snippet.language === 'javascript') return quickjs.run(snippet, memoryBytes, files!, keep);
   let started = performance.now();
   const told = { 1: 0, 2: 0 };
   const output: Output = (stream, chunk) => {
@@ -108,6 +104,7 @@ async function run(request: Extract<Request, { kind: 'run' }>, body: Uint8Array)
     ]),
   );
   files.apply(readNodes(request.files.put, body), request.files.removed);
+  if (request.announce && snippets[0]?.language === 'javascript') send({ kind: 'running' });
   for (const snippet of snippets) {
     const outputs = [new KeptOutput(keepBytes), new KeptOutput(keepBytes)] as const;
     const raw = await runSnippet(snippet, memoryBytes, keepBytes, (stream, chunk) =>

@@ -7,6 +7,7 @@ import { byteString, type MemoryLimits, type MemoryNode } from './files.ts';
  */
 
 const PREFIX_BYTES = 8;
+const SMALL_BODY_BYTES = 64 * 1024;
 const MAX_HEADER_BYTES = 64 * 1024 * 1024;
 /** Longest body: output, and the files of a whole disk. */
 export const MAX_BODY_BYTES = 2 ** 31 + 2 ** 24;
@@ -26,6 +27,8 @@ export type Request =
       limits: MemoryLimits;
       memoryBytes: number;
       keepBytes: number;
+      /** Whether to say when a first snippet of JavaScript is about to run: files may take a while before it. */
+      announce: boolean;
       /** Whether to forget all files first. */
       reset: boolean;
       files: WireFiles;
@@ -63,7 +66,7 @@ export interface ProcessUsage {
  */
 export type Answer =
   | { kind: 'ready' }
-  /** From now on the snippet's time counts. */
+  /** From now on the snippet's time counts. JavaScript that is not announced runs at once. */
   | { kind: 'running' }
   /** The body is the next of what the snippet printed first, in case it must be ended; `ended` has it too. */
   | { kind: 'printed'; stream: 1 | 2 }
@@ -130,11 +133,11 @@ export function readNodes(
 export function frame(header: Request | Answer, body: readonly Uint8Array[] = []): Uint8Array[] {
   const text = Buffer.from(JSON.stringify(header));
   const prefix = Buffer.alloc(PREFIX_BYTES);
+  const bodyBytes = body.reduce((sum, part) => sum + part.length, 0);
   prefix.writeUInt32BE(text.length, 0);
-  prefix.writeUInt32BE(
-    body.reduce((sum, part) => sum + part.length, 0),
-    4,
-  );
+  prefix.writeUInt32BE(bodyBytes, 4);
+  // One write for a small frame.
+  if (bodyBytes <= SMALL_BODY_BYTES) return [Buffer.concat([prefix, text, ...body])];
   return [prefix, text, ...body];
 }
 

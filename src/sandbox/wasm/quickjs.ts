@@ -7,33 +7,23 @@ import { byteString, FileFault, type MemoryFiles } from './files.ts';
 import type { Snippet, SnippetResult } from './protocol.ts';
 
 const MAX_STACK_BYTES = 256 * 1024;
+const PART_LENGTH = 1 << 20;
 
 /**
  * Defined inside: the host offers strings only. What it needs of the built-ins is taken before the
- * snippet can change them. Long texts go in parts, so that none is a large string of the host, and no
- * part ends within a surrogate pair. Strings cross as C strings: NUL goes as 1 1, and 1 as 1 2.
+ * snippet can change them. Strings cross as JSON, since NUL ends them otherwise, and long ones in parts,
+ * so that none is a large string of the host. Kept short: it is compiled for each snippet.
  */
 const PRELUDE = `(() => {
-  const write = globalThis.__write, read = globalThis.__read, store = globalThis.__store;
-  const packedStdin = globalThis.__stdin;
+  const { __write: write, __read: read, __store: store, __stdin } = globalThis;
   delete globalThis.__write; delete globalThis.__read; delete globalThis.__store; delete globalThis.__stdin;
-  const call = Function.prototype.call;
-  const slice = call.bind(String.prototype.slice), code = call.bind(String.prototype.charCodeAt);
-  const PART = 1 << 20;
-  const parts = (text, give) => {
-    for (let at = 0; ; ) {
-      let end = at + PART;
-      if (end < text.length && (code(text, end - 1) & 0xfc00) === 0xd800) end--;
-      const error = give(pack(slice(text, at, end)), end >= text.length);
-      if (error || end >= text.length) return error;
-      at = end;
-    }
+  const { stringify, parse } = JSON, slice = Function.prototype.call.bind(String.prototype.slice);
+  const parts = (give, name, text) => {
+    let at = 0, error;
+    do error = give(name, stringify(slice(text, at, at += ${PART_LENGTH})), at < text.length ? '' : 'last');
+    while (!error && at < text.length);
+    if (error) throw new Error(parse(error));
   };
-  const split = call.bind(String.prototype.split), join = call.bind(Array.prototype.join);
-  const has = call.bind(String.prototype.includes);
-  const swap = (text, from, to) => has(text, from) ? join(split(text, from), to) : text;
-  const pack = (text) => swap(swap(text, '\\x01', '\\x01\\x02'), '\\0', '\\x01\\x01');
-  const unpack = (text) => swap(swap(text, '\\x01\\x01', '\\0'), '\\x01\\x02', '\\x01');
   const show = (value) => {
     if (typeof value === 'string') return value;
     if (value instanceof Error) return String(value) + '\\n' + (value.stack ?? '');
@@ -42,28 +32,33 @@ const PRELUDE = `(() => {
     }
     return String(value);
   };
-  const line = (to) => (...values) => { parts(values.map(show).join(' ') + '\\n', (part) => write(to, part)); };
+  const line = (to) => (...values) => parts(write, to, values.map(show).join(' ') + '\\n');
+  const log = line('1'), warn = line('2'), stdin = parse(__stdin);
   globalThis.print = line('1');
-  globalThis.console = { log: line('1'), info: line('1'), debug: line('1'), warn: line('2'), error: line('2') };
-  const stdin = unpack(packedStdin);
+  globalThis.console = { log, info: log, debug: log, warn, error: warn };
   globalThis.readStdin = () => stdin;
   globalThis.readFile = (path) => {
-    const [error, text] = read(pack(String(path)));
-    if (error) throw new Error(error);
-    return unpack(text);
+    const [error, text] = read(stringify(String(path)));
+    if (error) throw new Error(parse(error));
+    return parse(text);
   };
-  globalThis.writeFile = (path, text) => {
-    const name = pack(String(path));
-    const error = parts(String(text), (part, last) => store(name, part, last ? 'last' : ''));
-    if (error) throw new Error(error);
-  };
+  globalThis.writeFile = (path, text) => parts(store, stringify(String(path)), String(text));
 })()`;
 
 export const messageOf = (error: unknown) =>
   error instanceof Error ? error.message : String(error);
 
-const pack = (text: string) => text.replaceAll('\x01', '\x01\x02').replaceAll('\0', '\x01\x01');
-const unpack = (text: string) => text.replaceAll('\x01\x01', '\0').replaceAll('\x01\x02', '\x01');
+/** UTF-8 of a text that comes in parts, which may be cut within a surrogate pair. */
+class TextParts {
+  #half = '';
+
+  bytes(part: string, last: boolean): Buffer {
+    const text = this.#half + part;
+    const cut = !last && (text.charCodeAt(text.length - 1) & 0xfc00) === 0xd800;
+    this.#half = cut ? text.slice(-1) : '';
+    return Buffer.from(cut ? text.slice(0, -1) : text);
+  }
+}
 
 function define(
   vm: QuickJSContext,
@@ -71,12 +66,12 @@ function define(
   call: (...args: string[]) => string | string[] | null,
 ): void {
   const handle = vm.newFunction(name, (...args) => {
-    const result = call(...args.map((arg) => unpack(vm.getString(arg))));
+    const result = call(...args.map((arg) => vm.getString(arg)));
     if (result === null) return vm.undefined;
-    if (typeof result === 'string') return vm.newString(pack(result));
+    if (typeof result === 'string') return vm.newString(result);
     const list = vm.newArray();
     result.forEach((text, index) => {
-      const item = vm.newString(pack(text));
+      const item = vm.newString(text);
       vm.setProp(list, index, item);
       item.dispose();
     });
@@ -100,45 +95,51 @@ function guestError(vm: QuickJSContext, error: Parameters<QuickJSContext['dump']
   }
 }
 
+/** A fault as JSON text, for the guest to throw. */
 const fault = (path: string, error: unknown) => {
   if (!(error instanceof FileFault)) throw error;
-  return `${JSON.stringify(path)}: ${error.message}`;
+  return JSON.stringify(`${JSON.stringify(path)}: ${error.message}`);
 };
 
 /** What a snippet may do with files: whole texts, as UTF-8. */
 function defineFiles(vm: QuickJSContext, files: MemoryFiles): void {
+  let texts = new TextParts();
   let parts: Buffer[] = [];
   let held = 0;
-  define(vm, '__read', (path) => {
+  define(vm, '__read', (packed) => {
+    const path: string = JSON.parse(packed!);
     try {
-      const node = files.node(files.resolve(byteString(path!), true));
+      const node = files.node(files.resolve(byteString(path), true));
       if (node.kind === 'directory') throw new FileFault('EISDIR');
-      return ['', node.kind === 'file' ? Buffer.from(node.data).toString() : ''];
+      return ['', JSON.stringify(node.kind === 'file' ? Buffer.from(node.data).toString() : '')];
     } catch (error) {
-      return [fault(path!, error), ''];
+      return [fault(path, error), ''];
     }
   });
-  define(vm, '__store', (path, part, last) => {
+  const store = (path: string) => {
+    const full = files.resolveNew(byteString(path));
+    const before = files.at(full);
+    if (before?.kind === 'null') return;
+    const mode = before?.kind === 'file' ? before.mode : 0o644;
+    const data = Uint8Array.from(Buffer.concat(parts));
+    files.set(full, { kind: 'file', data, mode, modifiedMs: Date.now() });
+  };
+  define(vm, '__store', (packed, part, last) => {
+    const path: string = JSON.parse(packed!);
+    let error: string | null = null;
     try {
-      parts.push(Buffer.from(part!));
+      parts.push(texts.bytes(JSON.parse(part!), last !== ''));
       held += parts.at(-1)!.length;
       if (held > files.limits.diskBytes) throw new FileFault('ENOSPC');
       if (!last) return null;
-      const full = files.resolveNew(byteString(path!));
-      const before = files.at(full);
-      if (before?.kind !== 'null') {
-        const mode = before?.kind === 'file' ? before.mode : 0o644;
-        const data = Uint8Array.from(Buffer.concat(parts));
-        files.set(full, { kind: 'file', data, mode, modifiedMs: Date.now() });
-      }
-    } catch (error) {
-      parts = [];
-      held = 0;
-      return fault(path!, error);
+      store(path);
+    } catch (thrown) {
+      error = fault(path, thrown);
     }
+    texts = new TextParts();
     parts = [];
     held = 0;
-    return null;
+    return error;
   });
 }
 
@@ -207,12 +208,14 @@ function runIn(
       result.error.dispose();
     } else result.value.dispose();
   };
-  define(vm, '__write', (to, text) => {
-    output(to === '2' ? 2 : 1, Buffer.from(text!));
+  const texts = { 1: new TextParts(), 2: new TextParts() };
+  define(vm, '__write', (to, part, last) => {
+    const stream = to === '2' ? 2 : 1;
+    output(stream, texts[stream].bytes(JSON.parse(part!), last !== ''));
     return null;
   });
   defineFiles(vm, files);
-  const stdin = vm.newString(pack(snippet.stdin));
+  const stdin = vm.newString(JSON.stringify(snippet.stdin));
   vm.setProp(vm.global, '__stdin', stdin);
   stdin.dispose();
   check(vm.evalCode(PRELUDE, 'prelude.js'));

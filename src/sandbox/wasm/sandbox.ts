@@ -136,10 +136,11 @@ export class WasmSandbox implements Sandbox {
       );
       if (snippets.some(({ language }) => language === 'python'))
         this.#home.pool.expectPython(this.spec.memoryBytes);
-      this.#send(process, snippets);
+      const announced = this.#send(process, snippets);
       const results: ExecResult[] = [];
-      for (const snippet of snippets) {
-        const { result, lost } = await this.#result(process, snippet);
+      for (const [index, snippet] of snippets.entries()) {
+        const runs = !(announced && index === 0) && snippet.language === 'javascript';
+        const { result, lost } = await this.#result(process, snippet, runs);
         results.push(result);
         if (lost) break;
       }
@@ -150,14 +151,18 @@ export class WasmSandbox implements Sandbox {
     }
   }
 
-  /** What became of one snippet; it is ended here when it is past its deadline. */
+  /**
+   * What became of one snippet; it is ended here when it is past its deadline. `runs`: it does already,
+   * and the process does not say so.
+   */
   async #result(
     process: EngineProcess,
     { language, timeoutMs }: Snippet,
+    runs: boolean,
   ): Promise<{ result: ExecResult; lost: boolean }> {
     const grace = language === 'javascript' ? JAVASCRIPT_GRACE_MS : 0;
     const printed: Record<1 | 2, Uint8Array[]> = { 1: [], 2: [] };
-    let startedAt: number | null = null;
+    let startedAt = runs ? performance.now() : null;
     for (;;) {
       const since = startedAt === null ? 0 : performance.now() - startedAt;
       const reply = await process.next(
@@ -196,19 +201,22 @@ export class WasmSandbox implements Sandbox {
     }
   }
 
-  #send(process: EngineProcess, snippets: readonly Snippet[]): void {
+  /** Whether the process says when a first snippet of JavaScript runs. */
+  #send(process: EngineProcess, snippets: readonly Snippet[]): boolean {
     const known = this.#synced?.process === process ? this.#synced.nodes : null;
     const nodes = this.#files.nodes();
     const put = [...nodes].filter(([path, node]) => known?.get(path) !== node);
     const removed = known ? [...known.keys()].filter((path) => !nodes.has(path)) : [];
     const { files, contents } = wireFiles(put, removed);
     const { diskBytes, inodes, memoryBytes } = this.spec;
+    const announce = known === null || put.length > 0;
     process.send(
       {
         kind: 'run',
         limits: { diskBytes, inodes },
         memoryBytes,
         keepBytes: DEFAULT_KEEP_BYTES,
+        announce,
         reset: known === null,
         files,
         secrets: [...this.#secrets],
@@ -217,6 +225,7 @@ export class WasmSandbox implements Sandbox {
       contents,
     );
     this.#synced = { process, nodes: new Map(nodes) };
+    return announce;
   }
 
   /** The process did something that it never does: it is not believed any further. */
