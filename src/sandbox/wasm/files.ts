@@ -415,9 +415,17 @@ export class MemoryFiles {
     return (this.#index.get(path)?.size ?? 0) > 0;
   }
 
-  /** The workspace alone, in a tree of its own that shares the contents. */
+  /** The workspace alone, in a tree of its own that shares the contents. `ENOSPC` when it does not fit. */
   copy(limits = this.limits): MemoryFiles {
-    return MemoryFiles.of(this.workspace(), limits);
+    const files = new MemoryFiles(limits);
+    for (const [path, node] of this.#nodes) {
+      if (!within(path, WORKSPACE)) continue;
+      if (path !== WORKSPACE) files.#bytes += weightOf(path, node);
+      files.#nodes.set(path, node);
+    }
+    if (files.#bytes > limits.diskBytes || files.inodes > limits.inodes)
+      throw new FileFault('ENOSPC');
+    return files;
   }
 
   /** A tree of nodes, parents first. `ENOSPC` when they do not fit. */
