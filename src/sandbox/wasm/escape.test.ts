@@ -14,6 +14,7 @@ import { restrictions } from './process.ts';
 const home = mkdtempSync(join(tmpdir(), 'longhaul-wasm-escape-'));
 const SECRET = 'host secret 5f1c';
 const hostFile = join(home, 'secret');
+afterAll(() => rmSync(home, { recursive: true, force: true }));
 
 interface Attempt {
   name: string;
@@ -386,7 +387,6 @@ describe('escape attempts on wasm', () => {
     await driver?.close();
     server?.close();
     delete process.env.LONGHAUL_TEST_SECRET;
-    rmSync(home, { recursive: true, force: true });
   });
 
   test.each(attempts)(
