@@ -14,9 +14,11 @@ import {
   type SandboxDriver,
   type SandboxSpec,
 } from '../contract.ts';
+import { imageLayers } from '../images/record.ts';
 import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
 import { LayerRegistry, type LayerStack } from './layers.ts';
+import { canonicalImage, sandboxRoot } from './root.ts';
 import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
 import { Supervisor } from './supervisor.ts';
 import { findTools } from './tools.ts';
@@ -85,7 +87,7 @@ export class BubblewrapDriver implements SandboxDriver {
       processes: true,
       pause: parts.cgroups?.version === 'v2' || bases.freezer ? 'freezer' : 'none',
       network: 'none',
-      images: ['host'],
+      images: ['host', 'dir', 'image'],
       memory: bases.memory ? 'cgroup' : 'rlimit',
       cpu: bases.cpu ? 'cgroup' : 'none',
       pids: bases.pids ? 'cgroup' : 'rlimit',
@@ -94,7 +96,7 @@ export class BubblewrapDriver implements SandboxDriver {
       ownUid: supervisor.ready.root && supervisor.ready.idmap,
     };
     this.#pool = new Pool({
-      make: (key) => this.#make(JSON.parse(key) as SandboxSpec, []),
+      make: (key) => this.#make(JSON.parse(key) as SandboxSpec),
       warm: options.warm ?? DEFAULT_WARM,
       maxLive: options.maxLive ?? DEFAULT_MAX_LIVE,
       waitMs: options.waitMs ?? DEFAULT_WAIT_MS,
@@ -114,6 +116,11 @@ export class BubblewrapDriver implements SandboxDriver {
       uidBase: options.uidBase ?? DEFAULT_UID_BASE,
     });
     return new BubblewrapDriver({ options: { ...options, dir }, supervisor, cgroups, tools });
+  }
+
+  /** The driver's folder, where the image store lies too. */
+  get dir(): string {
+    return this.#dir;
   }
 
   /** Owners whose leftovers this start removed. */
@@ -146,11 +153,9 @@ export class BubblewrapDriver implements SandboxDriver {
 
   #spec(spec: Partial<SandboxSpec>): SandboxSpec {
     const full = { ...DEFAULT_SPEC, ...spec };
-    if (full.image !== 'host' || full.network !== 'none')
-      throw new LonghaulError(
-        'CapabilityMissing',
-        `bubblewrap sandboxes have image host and no network, not ${full.image} and ${full.network}`,
-      );
+    full.image = canonicalImage(full.image, this.#dir);
+    if (full.network !== 'none')
+      throw new LonghaulError('CapabilityMissing', 'bubblewrap sandboxes have no network');
     const low =
       full.memoryBytes < MIN_MEMORY_BYTES ||
       full.diskBytes < MIN_DISK_BYTES ||
@@ -219,7 +224,7 @@ export class BubblewrapDriver implements SandboxDriver {
     await this.#restarting;
   }
 
-  async #make(spec: SandboxSpec, stack: LayerStack): Promise<BubblewrapSandbox> {
+  async #make(spec: SandboxSpec): Promise<BubblewrapSandbox> {
     const supervisor = this.#supervisor;
     const id = randomBytes(5).toString('hex');
     const uid = this.#takeUid();
@@ -242,9 +247,14 @@ export class BubblewrapDriver implements SandboxDriver {
     let ready = false;
     try {
       if (this.cgroups) cgroup = new Cgroup(this.cgroups, supervisor.owner, id, spec);
-      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup });
+      const root = sandboxRoot(spec.image, {
+        dir: this.#dir,
+        ownUid: supervisor.ready.root,
+        stackOf: (layer) => this.#registry.stack(layer),
+      });
+      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, root });
       this.#sandboxes.set(id, sandbox);
-      await sandbox.boot(stack);
+      await sandbox.boot(root?.writable ? root.layers : []);
       ready = true;
       return sandbox;
     } catch (error) {
@@ -290,7 +300,7 @@ export class BubblewrapDriver implements SandboxDriver {
 
   async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
     const candidates = this.#registry.candidates();
-    const keep = await named();
+    const keep = new Set([...(await named()), ...imageLayers(this.#dir)]);
     const inUse = new Set(
       [...this.#sandboxes.values()].flatMap((sandbox) =>
         sandbox.stack.flatMap((ref) => ('durable' in ref ? [ref.durable] : [])),

@@ -2,6 +2,7 @@ import { attribute, LonghaulError } from '../../core/index.ts';
 import { AgentChannel } from '../agent/channel.ts';
 import type { Evidence } from '../agent/requests.ts';
 import { AgentSandbox, type Lost } from '../agent/sandbox.ts';
+import type { CodeRequest, ExecResult } from '../../core/index.ts';
 import type {
   LayerId,
   NetworkAttempt,
@@ -13,7 +14,8 @@ import type {
 import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
 import { freezeDurable } from './durable.ts';
-import type { LayerRegistry, LayerStack } from './layers.ts';
+import type { LayerRegistry, LayerStack, Weight } from './layers.ts';
+import { HOST_DEFAULTS, type SandboxRoot } from './root.ts';
 import { adviseOn, type LayerRef, type SandboxExit, type Supervisor } from './supervisor.ts';
 
 const START_TIMEOUT_MS = 30_000;
@@ -40,6 +42,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   readonly uid: number;
   readonly #host: SandboxHost;
   readonly #cgroup: Cgroup | null;
+  readonly #root: SandboxRoot | null;
+  #pythonSeen = false;
   readonly #started = performance.now();
   #exit: Promise<SandboxExit> | null = null;
   #stopping: Promise<void> | null = null;
@@ -56,6 +60,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     uid: number;
     host: SandboxHost;
     cgroup: Cgroup | null;
+    root: SandboxRoot | null;
   }) {
     super();
     this.id = options.id;
@@ -63,10 +68,12 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.uid = options.uid;
     this.#host = options.host;
     this.#cgroup = options.cgroup;
+    this.#root = options.root;
   }
 
+  /** Every layer that it stands on, those of its image too. */
   get stack(): LayerStack {
-    return this.#stack;
+    return this.#root ? [...this.#stack, ...this.#root.layers] : this.#stack;
   }
 
   /** Opens the file systems, starts the process tree and mounts the workspace. */
@@ -76,8 +83,14 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       uid: this.uid,
       bytes: this.spec.diskBytes,
       inodes: this.spec.inodes,
+      root: this.#root && {
+        writable: this.#root.writable,
+        host: this.#root.host,
+        lower: this.#root.layers,
+        dir: this.#root.dir,
+      },
     });
-    await this.#connect();
+    if (!this.#root?.writable) await this.#connect();
     await this.#mount(stack);
   }
 
@@ -87,11 +100,11 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       ? {}
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
-      argv: bubblewrapCommand(this.id),
+      argv: bubblewrapCommand(this.id, this.#root),
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
         limits,
-        agent: { env: {}, cwd: '/workspace', python: null },
+        agent: this.#root?.agent ?? HOST_DEFAULTS,
       },
     });
     this.#exit = exit;
@@ -133,8 +146,9 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     const { registry, supervisor } = this.#host;
     registry.hold(stack);
     const upper = `u${++this.#uppers}`;
-    const weight = registry.weight(stack);
+    const weight = this.#weight(stack);
     try {
+      if (this.#root?.writable) await this.#endTree();
       await supervisor.request('workspace', {
         sid: this.id,
         lower: stack,
@@ -152,6 +166,26 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.#stack = stack;
     this.#upper = upper;
     registry.release(old);
+    if (this.#root?.writable) await this.#connect();
+  }
+
+  /** What a stack takes of the disk limit: an image that the workspace began as is not the guest's. */
+  #weight(stack: LayerStack): Weight {
+    const { registry } = this.#host;
+    const all = registry.weight(stack);
+    if (!this.#root?.writable) return all;
+    const image = registry.weight(this.#root.layers);
+    return { bytes: all.bytes - image.bytes, inodes: all.inodes - image.inodes };
+  }
+
+  /** A root cannot be exchanged below processes: a new tree starts over the new one. */
+  async #endTree(): Promise<void> {
+    if (!this.#exit) return;
+    this.channel?.destroy();
+    const cgroups = this.#cgroup?.directories ?? [];
+    await this.#host.supervisor.request('kill', { sid: this.id, cgroups });
+    if (!(await this.#ended(5000)))
+      throw new LonghaulError('SandboxUnavailable', 'the process tree did not end');
   }
 
   /** A ready sandbox takes the workspace of `stack` before anybody has used it. */
@@ -209,12 +243,36 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     try {
       await supervisor.request('kill', { sid: this.id, cgroups: this.#cgroup?.directories ?? [] });
       await this.#ended(5000);
-      await supervisor.request('bare', { sid: this.id });
-      await this.#connect();
+      if (!this.#root?.writable) {
+        await supervisor.request('bare', { sid: this.id });
+        await this.#connect();
+      }
       await this.#mount([this.#frozen(), ...this.#stack], { retired: this.#upper });
     } catch (error) {
       throw this.breakWith(attribute(error, 'SandboxUnavailable').message);
     }
+  }
+
+  // Snippets
+
+  /**
+   * Snippets run in the agent's interpreter, or in the image's own. `CapabilityMissing` where it has none:
+   * looked for before the first snippet, so that none can pretend it.
+   */
+  override async runCode(requests: readonly CodeRequest[]): Promise<ExecResult[]> {
+    const python = this.#root?.agent.python;
+    if (python && !this.#pythonSeen && requests.length > 0) {
+      const argv = [python, '-I', '-S', '-c', ''];
+      const result = await this.exec({ argv, cwd: '/', timeoutMs: START_TIMEOUT_MS });
+      if (result.code !== 0)
+        throw new LonghaulError(
+          'CapabilityMissing',
+          `image ${this.spec.image} cannot run Python snippets: ${result.stderr.trim().split('\n').at(-1) || result.cause}`,
+          { next: 'Use an image with python3 on its PATH, or run its own commands with exec.' },
+        );
+      this.#pythonSeen = true;
+    }
+    return super.runCode(requests);
   }
 
   // Layers

@@ -43,6 +43,7 @@ from mounts import (  # noqa: E402
     unmount,
     user_namespace,
 )
+from roots import close_root, lowers, open_root  # noqa: E402
 
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
@@ -61,6 +62,7 @@ class Box:
         self.mapped = set()
         self.namespaces = {}
         self.tmp = None
+        self.root = None
         self.waiting = None
         self.err = b""
         self.err_fd = -1
@@ -190,6 +192,8 @@ class Supervisor:
                 shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
         if os.path.isdir("/etc/alternatives"):
             shutil.copytree("/etc/alternatives", os.path.join(stage, "etc/alternatives"), symlinks=True)
+        # What a directory of the host that lies below it is reached by.
+        self.host_tmp = os.open("/tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         mount(stage, BASE, None, MS_BIND | MS_REC)
         # A mount made here later shows up in every sandbox that bound the directory below it.
         mount(None, BASE, None, MS_SHARED)
@@ -286,6 +290,9 @@ class Supervisor:
         os.mkdir(top + "/d/shm", 0o700)
         os.chmod(top + "/d/shm", 0o1777)
         os.chown(top + "/d/shm", uid, uid)
+        sandbox.root = request.get("root")
+        if sandbox.root:
+            open_root(self, sandbox)
 
     def op_workspace(self, request):
         """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace."""
@@ -298,6 +305,8 @@ class Supervisor:
         os.chown(upper, uid, uid)
         os.mkdir(work, 0o700)
         unmount(top + "/ws")
+        if sandbox.root and sandbox.root["writable"]:
+            lower = lowers(self, sandbox, lower if request["lower"] else [])
         self.overlay(lower, upper, work, top + "/ws")
         if request.get("freshTmp") or not sandbox.tmp:
             fresh = "%s/d/tmp-%s" % (top, request["upper"])
@@ -454,6 +463,7 @@ class Supervisor:
         top = "s%s" % sid
         unmount(top + "/ws")
         unmount(top + "/tmp")
+        close_root(sandbox)
         for target in sandbox.mapped:
             unmount(target)
             os.rmdir(target)

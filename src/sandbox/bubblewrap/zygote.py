@@ -112,6 +112,10 @@ def run(request):
         if not heard.endswith(token):
             raise agent.AgentFault("process 1 of the sandbox is gone")
 
+    if request["agent"]["python"]:
+        # This interpreter is the host's, what lies on its path is the image's: it loads nothing more.
+        sys.path.clear()
+        sys.path_importer_cache.clear()
     kill_all()
     agent.Agent(CONNECTION, CONNECTION, request["agent"], kill_all).serve()
 
