@@ -1,8 +1,8 @@
+import type { CodeRequest, ExecResult } from '../../core/index.ts';
 import { attribute, LonghaulError } from '../../core/index.ts';
 import { AgentChannel } from '../agent/channel.ts';
 import type { Evidence } from '../agent/requests.ts';
 import { AgentSandbox, type Lost } from '../agent/sandbox.ts';
-import type { CodeRequest, ExecResult } from '../../core/index.ts';
 import type {
   LayerId,
   NetworkAttempt,
