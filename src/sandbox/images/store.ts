@@ -155,8 +155,8 @@ export class ImageStore {
     signal: AbortSignal | undefined,
   ): Promise<ImageRecord> {
     const tree = await BuildContext.open(path, { rootfs: true });
-    const [{ below }] = (await tree.select('.')) as [{ below: Parameters<typeof copied>[0] }];
-    const entries = copied(below);
+    const [all] = await tree.select('.');
+    const entries = all!.below.map((entry) => ({ entry, to: entry.path, mode: entry.mode }));
     const content = await tree.digest(entries);
     const record = this.#record(path, { content });
     const known = readImage(this.#dir, record.digest);
@@ -277,16 +277,6 @@ export class ImageStore {
     const others = listImages(this.#dir).some((each) => each.layer === record.layer);
     if (record.layer !== null && !others) await this.#driver.dropLayer(record.layer);
   }
-}
-
-function copied(
-  entries: { path: string; kind: string; mode: number; bytes: number; target: string }[],
-) {
-  return entries.map((entry) => ({
-    entry: entry as Parameters<BuildContext['digest']>[0][0]['entry'],
-    to: entry.path,
-    mode: entry.mode,
-  }));
 }
 
 /** A name that an archive gives: taken over where it is one. */

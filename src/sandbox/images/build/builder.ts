@@ -42,6 +42,9 @@ export interface BuiltStage {
   steps: { line: number; cached: boolean }[];
 }
 
+const SUPPORTED = new Set(
+  'ADD ARG CMD COPY ENTRYPOINT ENV EXPOSE FROM LABEL RUN SHELL USER WORKDIR'.split(' '),
+);
 const IGNORED: Record<string, string> = {
   MAINTAINER: 'not used',
   STOPSIGNAL: 'not used: sandboxes end their processes at once',
@@ -61,10 +64,12 @@ export class ImageBuilder {
   /** `ConfigInvalid` with the line for what is no Dockerfile, before anything is built. */
   constructor(options: BuilderOptions) {
     this.#options = options;
-    const { instructions, escape } = parseDockerfile(options.dockerfile);
-    this.#escape = escape;
+    const { instructions, escapedBy } = parseDockerfile(options.dockerfile);
+    this.#escape = escapedBy;
     for (const instruction of instructions) {
       const { keyword, line } = instruction;
+      if (!SUPPORTED.has(keyword) && !(keyword in IGNORED))
+        throw dockerfileError(line, `${keyword} is not supported`);
       if (keyword === 'FROM') this.#plans.push(this.#planStage(instruction));
       else if (this.#plans.length > 0) this.#plans.at(-1)!.body.push(instruction);
       else if (keyword === 'ARG') this.#declare(instruction, this.#globals, {});
@@ -272,11 +277,8 @@ export class ImageBuilder {
         stage.shell = shell;
         break;
       }
-      default: {
-        const why = IGNORED[keyword];
-        if (why === undefined) throw dockerfileError(line, `${keyword} is not supported`);
-        this.#note(instruction, why);
-      }
+      default:
+        this.#note(instruction, IGNORED[keyword]!);
     }
     return stage;
   }

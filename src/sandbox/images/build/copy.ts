@@ -29,7 +29,7 @@ export function planCopy(
   instruction: Instruction,
   workdir: string,
   variables: Variables,
-  escape: string,
+  escapedBy: string,
 ): CopyPlan {
   const { keyword, line, flags, heredocs } = instruction;
   for (const name of flags.keys())
@@ -37,8 +37,8 @@ export function planCopy(
       throw dockerfileError(line, `${keyword} --${name} is not supported`);
   const words =
     jsonForm(instruction.rest)?.map(
-      (word) => expandWords(`"${word.replaceAll('"', '\\"')}"`, variables, escape)[0]!,
-    ) ?? expandWords(instruction.rest, variables, escape);
+      (word) => expandWords(`"${word.replaceAll('"', '\\"')}"`, variables, escapedBy)[0]!,
+    ) ?? expandWords(instruction.rest, variables, escapedBy);
   const last = words.at(-1);
   if (words.length < 2 || last === undefined)
     throw dockerfileError(line, `expected ${keyword} SOURCE … TARGET`);

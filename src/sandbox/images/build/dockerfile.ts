@@ -20,7 +20,7 @@ export interface Instruction {
 export interface Dockerfile {
   instructions: Instruction[];
   /** The character that continues a line and takes a meaning away: `\`, or as a directive says. */
-  escape: string;
+  escapedBy: string;
 }
 
 const NEXT =
@@ -36,9 +36,9 @@ const HEREDOC = /<<(-?)(["']?)([A-Za-z_][A-Za-z0-9_]*)\2/g;
 /** Splits a Dockerfile into instructions. `ConfigInvalid` with the line for what has no end or no keyword. */
 export function parseDockerfile(text: string): Dockerfile {
   const lines = text.replace(/^\uFEFF/, '').split(/\r?\n/);
-  const escape = directive(lines, 'escape') ?? '\\';
-  if (escape !== '\\' && escape !== '`')
-    throw dockerfileError(1, `escape=${escape} is neither \\ nor \``);
+  const escapedBy = directive(lines, 'escape') ?? '\\';
+  if (escapedBy !== '\\' && escapedBy !== '`')
+    throw dockerfileError(1, `escape=${escapedBy} is neither \\ nor \``);
   const instructions: Instruction[] = [];
   for (let at = 0; at < lines.length; ) {
     const start = at;
@@ -50,12 +50,13 @@ export function parseDockerfile(text: string): Dockerfile {
         if (whole === '') break; // before the first line of an instruction
         continue;
       }
-      goesOn = line.trimEnd().endsWith(escape) && !line.trimEnd().endsWith(escape + escape);
+      goesOn =
+        line.trimEnd().endsWith(escapedBy) && !line.trimEnd().endsWith(escapedBy + escapedBy);
       whole += goesOn ? line.trimEnd().slice(0, -1) : line;
     }
     whole = whole.trim();
     if (whole === '') continue;
-    const [, word, after] = /^(\S+)\s*([^]*)$/.exec(whole)!;
+    const [, word, after] = /^(\S+)\s*([\s\S]*)$/.exec(whole)!;
     const keyword = word!.toUpperCase();
     if (!/^[A-Z]+$/.test(keyword))
       throw dockerfileError(start + 1, `expected an instruction, not ${word!.slice(0, 40)}`);
@@ -80,7 +81,7 @@ export function parseDockerfile(text: string): Dockerfile {
       }
     instructions.push({ line: start + 1, keyword, flags, rest, heredocs });
   }
-  return { instructions, escape };
+  return { instructions, escapedBy };
 }
 
 /** `# NAME=VALUE` before anything else. */
@@ -95,7 +96,7 @@ function directive(lines: readonly string[], name: string): string | null {
 
 /** The text with what lies between quotes blanked out, but for the quotes of a heredoc's own word. */
 function outsideQuotes(text: string): string {
-  return text.replace(/(<<-?)?(["'])(?:(?!\2)[^])*\2/g, (part, heredoc) =>
+  return text.replace(/(<<-?)?(["'])(?:(?!\2)[\s\S])*\2/g, (part, heredoc) =>
     heredoc ? part : ' '.repeat(part.length),
   );
 }

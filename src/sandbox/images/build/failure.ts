@@ -19,7 +19,7 @@ const KNOWN: readonly Known[] = [
     next: 'Pass `network` with the hosts that the step needs, or copy the files into the context.',
   },
   {
-    pattern: /\b(apt|apt-get|dpkg|aptitude)\b[^]*|^E: |requested operation requires superuser/m,
+    pattern: /\b(apt|apt-get|dpkg|aptitude)\b|^E: |requested operation requires superuser/m,
     reason:
       'packages of the system install files of many owners and run as root, and a sandbox has one uid, which is not root',
     next: ALTERNATIVES,

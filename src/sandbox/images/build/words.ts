@@ -9,7 +9,7 @@ const NAME = /^[A-Za-z_][A-Za-z0-9_]*/;
 /**
  * Docker's rules for words of ENV, ARG, COPY and others, which are not a shell's: quotes group, `'` keeps
  * everything, `$NAME`, `${NAME}`, `${NAME:-default}` and `${NAME:+other}` are replaced, and what they
- * stand for is never read again: neither split nor expanded. `escape` takes the meaning of what follows.
+ * stand for is never read again: neither split nor expanded. `escapedBy` takes the meaning of what follows.
  */
 class Reader {
   readonly #text: string;
@@ -17,10 +17,10 @@ class Reader {
   readonly #escape: string;
   #at = 0;
 
-  constructor(text: string, variables: Variables, escape: string) {
+  constructor(text: string, variables: Variables, escapedBy: string) {
     this.#text = text;
     this.#variables = variables;
-    this.#escape = escape;
+    this.#escape = escapedBy;
   }
 
   /** The whole text as one word. */
@@ -103,26 +103,26 @@ class Reader {
 }
 
 /** The text as one word, quotes removed and variables replaced. */
-export function expandWord(text: string, variables: Variables, escape = '\\'): string {
-  return new Reader(text, variables, escape).whole();
+export function expandWord(text: string, variables: Variables, escapedBy = '\\'): string {
+  return new Reader(text, variables, escapedBy).whole();
 }
 
 /** The text as words. */
-export function expandWords(text: string, variables: Variables, escape = '\\'): string[] {
-  const reader = new Reader(text, variables, escape);
+export function expandWords(text: string, variables: Variables, escapedBy = '\\'): string[] {
+  const reader = new Reader(text, variables, escapedBy);
   const words: string[] = [];
   for (let word = reader.next(); word !== null; word = reader.next()) words.push(word);
   return words;
 }
 
 /** Words as they stand, with their quotes: to be cut at `=` before anything in them is replaced. */
-export function rawWords(text: string, escape = '\\'): string[] {
+export function rawWords(text: string, escapedBy = '\\'): string[] {
   const words: string[] = [];
   let word = '';
   let quote = '';
   for (let at = 0; at < text.length; at++) {
     const character = text[at]!;
-    if (character === escape && quote !== "'") word += character + (text[++at] ?? '');
+    if (character === escapedBy && quote !== "'") word += character + (text[++at] ?? '');
     else if (quote === '' && /\s/.test(character)) {
       if (word !== '') words.push(word);
       word = '';
