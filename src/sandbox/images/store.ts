@@ -200,9 +200,11 @@ export class ImageStore {
 
   /** The image is there from here on, all of it. */
   #keep(record: ImageRecord, names: readonly string[]): ImageRecord {
-    writeImage(this.#dir, record);
+    const known = readImage(this.#dir, record.digest);
+    const same = known !== null && known.layer === record.layer;
+    if (!same) writeImage(this.#dir, record);
     for (const name of names) writeName(this.#dir, name, record.digest);
-    return record;
+    return same ? known : record;
   }
 
   /**

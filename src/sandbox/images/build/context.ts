@@ -74,6 +74,14 @@ export class BuildContext {
   async #scan(): Promise<Map<string, ContextEntry>> {
     if (this.#entries) return this.#entries;
     const found = new Map<string, ContextEntry>();
+    const addFolder = (path: string, mode: number) =>
+      found.set(path, { path, kind: 'directory', mode, bytes: 0, target: '' });
+    /** Folders that are ignored, but hold an exception. */
+    const withParents = async (folder: string) => {
+      if (folder === '' || found.has(folder)) return;
+      await withParents(folder.includes('/') ? posix.dirname(folder) : '');
+      addFolder(folder, (await lstat(join(this.root, folder))).mode & 0o777);
+    };
     const walk = async (folder: string) => {
       const names = await readdir(join(this.root, folder), { encoding: 'buffer' });
       for (const raw of names.sort(Buffer.compare)) {
@@ -84,19 +92,13 @@ export class BuildContext {
         const info = await lstat(join(this.root, path));
         if (info.isDirectory()) {
           if (this.#ignore.ignored(path) && !this.#ignore.exceptions) continue;
-          if (!this.#ignore.ignored(path))
-            found.set(path, {
-              path,
-              kind: 'directory',
-              mode: info.mode & 0o777,
-              bytes: 0,
-              target: '',
-            });
+          if (!this.#ignore.ignored(path)) addFolder(path, info.mode & 0o777);
           await walk(path);
         } else if (!this.#ignore.ignored(path)) {
           const kind = info.isFile() ? 'file' : info.isSymbolicLink() ? 'symlink' : null;
           if (kind === null) continue; // refused only where COPY names it: sockets lie about
           const target = kind === 'symlink' ? await readlink(join(this.root, path)) : '';
+          await withParents(folder);
           found.set(path, { path, kind, mode: info.mode & 0o777, bytes: info.size, target });
         }
         if (found.size > this.#limits.files)
