@@ -211,18 +211,18 @@ describe.skipIf(lacking !== null)(
         diskBytes: 16 * MIB,
       });
       await sandbox.writeFile('/data/kept', 'kept');
-      const bomb = await sandbox.exec({
-        argv: ['busybox', 'sort', '/dev/zero'],
-        timeoutMs: 20_000,
-      });
-      if (driver.capabilities.memory === 'cgroup') expect(bomb.cause).toBe('out_of_memory');
-      else expect(bomb.code).not.toBe(0);
       const inner = sandbox as unknown as {
         endAgent(): void;
         replaceAgent(late: boolean, error: Error): Promise<string>;
       };
       inner.endAgent();
       expect(await inner.replaceAgent(true, new Error('silent'))).toBe('timeout');
+      const bomb = await sandbox.exec({
+        argv: ['busybox', 'sort', '/dev/zero'],
+        timeoutMs: 20_000,
+      });
+      if (driver.capabilities.memory === 'cgroup') expect(bomb.cause).toBe('out_of_memory');
+      else expect(bomb.code).not.toBe(0);
       const read = await sandbox.exec({ argv: ['cat', '/data/kept', '/data/last'] });
       expect(read.stdout).toBe('keptlast');
       await sandbox.stop();
