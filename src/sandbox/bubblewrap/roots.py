@@ -11,7 +11,7 @@ import shutil
 import stat
 import struct
 
-from mounts import LIBC, MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, mount, unmount
+from mounts import LIBC, MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, mount, mount_mapped, unmount, user_namespace
 
 SYS_OPENAT2 = 437
 RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 0x02, 0x10
@@ -69,8 +69,24 @@ def chown_tree(path, uid):
     os.chown(path, uid, uid)
 
 
+def base_of(supervisor, box):
+    """What lies below everything where /usr is the host's: one tree for all, seen as the sandbox's own."""
+    if not os.path.exists("base"):
+        make_base("base", 0 if supervisor.idmap or not supervisor.root else box.uid)
+    if not supervisor.idmap:
+        return "base"
+    target = "s%s/base" % box.sid
+    if target not in box.mapped:
+        if 0 not in box.namespaces:
+            box.namespaces[0] = user_namespace(0, box.uid)
+        os.mkdir(target)
+        mount_mapped("base", target, box.namespaces[0])
+        box.mapped.add(target)
+    return target
+
+
 def make_base(place, uid):
-    """What lies below everything where /usr is the host's: its settings, and the usual directories."""
+    """Settings of the host's programs, and the usual directories."""
     os.mkdir(place, 0o755)
     shutil.copytree("etc", place + "/etc", symlinks=True)
     for name in ("home", "mnt", "opt", "root", "srv", "var", "var/cache", "var/lib", "var/log", "var/tmp"):
@@ -111,9 +127,7 @@ def lowers(supervisor, box, layers):
     """The lower directories of a root, topmost first. The skeleton of an earlier call goes."""
     top = "s" + box.sid
     if box.root["host"]:
-        if not os.path.exists(top + "/base"):
-            make_base(top + "/base", box.uid)
-        layers = [*layers, top + "/base"]
+        layers = [*layers, base_of(supervisor, box)]
     skeleton, below = top + "/skeleton", top + "/below"
     shutil.rmtree(skeleton, ignore_errors=True)
     os.makedirs(below, exist_ok=True)
@@ -157,5 +171,5 @@ def close_root(box):
         if os.path.isdir("%s/%s" % (top, name)):
             unmount("%s/%s" % (top, name))
             os.rmdir("%s/%s" % (top, name))
-    for name in ("skeleton", "base", "below"):
+    for name in ("skeleton", "below"):
         shutil.rmtree("%s/%s" % (top, name), ignore_errors=True)
