@@ -25,7 +25,8 @@ import archive
 
 # Where snippets import from: the agent's folder is not theirs.
 SNIPPET_PATH = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
-OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote")
+# A guest may have files of these names, or need what archive.py leaves out.
+OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote", "shutil", "tarfile")
 PR_SET_DUMPABLE = 4
 PRCTL = ctypes.CDLL(None).prctl
 WORKSPACE = "/workspace"
@@ -36,6 +37,13 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
     "TMPDIR": "/tmp",
 }
+# The kernel takes guest processes before the agent, which has what it started with.
+GUEST_OOM_SCORE = 500
+try:
+    with open("/proc/self/oom_score_adj") as own:
+        OOM_SCORE = int(own.read())
+except OSError:
+    OOM_SCORE = 0
 # A fork that has not taken its work after this is given up.
 READY_SECONDS = 5
 
@@ -43,25 +51,23 @@ READY_SECONDS = 5
 class Spare:
     """A fork made ahead: it waits on a pipe for what to run."""
 
-    def __init__(self, config):
-        pipes = [os.pipe(), os.pipe(), os.pipe()]
-        control, ready = os.pipe(), os.pipe()
+    def __init__(self, fork):
+        """`fork` makes a process that takes over five descriptors, and returns its number."""
+        pipes = [os.pipe() for _ in range(5)]
+        (in_read, in_write), (out_read, out_write), (err_read, err_write), (work, control), (ready, answer) = pipes
+        taken = [in_read, out_write, err_write, work, answer]
         try:
-            self.pid = os.fork()
+            self.pid = fork(taken)
         except OSError:
-            for end in itertools.chain(control, ready, *pipes):
+            for end in [in_write, out_read, err_read, control, ready]:
                 os.close(end)
             raise
-        if self.pid == 0:
-            try:
-                become_process(pipes, control[0], ready[1], config)
-            finally:
-                os._exit(1)
-        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0], ready[1]):
-            os.close(end)
-        self.control = control[1]
-        self.ready = ready[0]
-        self.pipes = [pipes[0][1], pipes[1][0], pipes[2][0]]
+        finally:
+            for end in taken:
+                os.close(end)
+        self.control = control
+        self.ready = ready
+        self.pipes = [in_write, out_read, err_read]
 
     def close(self):
         for end in [self.control, self.ready, *self.pipes]:
@@ -96,16 +102,28 @@ def write_all(fd, data):
         view = view[os.write(fd, view):]
 
 
-def become_process(pipes, control, ready, config):
+def fork_here(config):
+    """Forks of this very process. What it has read before, they could find in their memory."""
+
+    def fork(taken):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                become_process(taken, config)
+            finally:
+                os._exit(1)
+        return pid
+
+    return fork
+
+
+def become_process(taken, config):
     """Waits for work and does it: a program, a snippet, or an archive. Never returns."""
     os.setsid()
-    for fd, pipe in enumerate(pipes):
-        os.dup2(pipe[0 if fd == 0 else 1], fd)
-    # The pipes may have taken the numbers that the copies shall have.
-    control = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 64)
-    ready = fcntl.fcntl(ready, fcntl.F_DUPFD_CLOEXEC, 64)
-    os.dup2(control, 3, inheritable=False)
-    os.dup2(ready, 4, inheritable=False)
+    # Out of the way first: the numbers they shall have may be taken by each other.
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in taken]
+    for to, fd in enumerate(moved):
+        os.dup2(fd, to, inheritable=to < 3)
     os.closerange(5, 65536)
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
@@ -114,6 +132,8 @@ def become_process(pipes, control, ready, config):
     if len(sizes) < 8:
         os._exit(0)  # not needed any more
     text, source = (read_pipe(3, size) for size in struct.unpack(">II", sizes))
+    if meddled():
+        os._exit(0)  # without an answer: another takes its place
     os.write(4, b"1")
     os.close(3)
     os.close(4)
@@ -125,7 +145,7 @@ def become_process(pipes, control, ready, config):
     try:
         # The file belongs to root as long as the process is not dumpable.
         fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY)
-        os.write(fd, b"500")
+        os.write(fd, b"%d" % GUEST_OOM_SCORE)
         os.close(fd)
     except OSError:
         pass
@@ -136,6 +156,19 @@ def become_process(pipes, control, ready, config):
         run_snippet(source, module, config)
     else:
         run_archive(header)
+
+
+def meddled():
+    """Whether a guest has changed what the waiting process would run with. Without root on the host, files
+    in /proc of a process that cannot be traced still belong to the sandbox's user."""
+    try:
+        with open("/proc/self/oom_score_adj") as file:
+            score = int(file.read())
+        with open("/proc/self/autogroup") as file:
+            nice = file.read().split()[-1]
+    except OSError:  # a kernel without autogroups
+        return False
+    return score != OOM_SCORE or nice != "0"
 
 
 def read_pipe(fd, size):
@@ -181,7 +214,7 @@ def run_snippet(source, module, config):
         header = {"argv": [config["python"], "/proc/self/fd/%d" % fd], "cwd": "", "env": {}}
         return run_program(header, config)
     for name in OWN_MODULES:
-        sys.modules.pop(name, None)  # a guest may have a file of that name
+        sys.modules.pop(name, None)
     _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     os.environ.clear()

@@ -1,9 +1,9 @@
 import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
 import { availableParallelism } from 'node:os';
-import { resolve } from 'node:path';
+import { join, resolve } from 'node:path';
 import type { Readable } from 'node:stream';
-import { LonghaulError } from '../../core/index.ts';
+import { attribute, LonghaulError } from '../../core/index.ts';
 import { exportArchive, importArchive } from '../agent/layer-archive.ts';
 import {
   DEFAULT_SPEC,
@@ -15,12 +15,14 @@ import {
   type SandboxSpec,
 } from '../contract.ts';
 import { imageLayers } from '../images/record.ts';
+import { type NetworkHandle, NetworkProxy } from '../network/proxy.ts';
+import { compilePolicy } from '../network/rules.ts';
 import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
-import { LayerRegistry, type LayerStack } from './layers.ts';
+import { LayerRegistry, type LayerReport, type LayerStack } from './layers.ts';
 import { canonicalImage, sandboxRoot } from './root.ts';
 import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
-import { Supervisor } from './supervisor.ts';
+import { type LayerRef, RETRY_MS, Supervisor } from './supervisor.ts';
 import { findTools } from './tools.ts';
 
 export interface BubblewrapOptions {
@@ -32,6 +34,8 @@ export interface BubblewrapOptions {
   maxLive?: number;
   /** How long a request waits for a place. Default 60 s. */
   waitMs?: number;
+  /** A sandbox without a call or a process for so long keeps its files and no interpreter. Default 30 s. */
+  idleMs?: number;
   /** As root: first of the host uids that sandboxes run under. Default 200000. */
   uidBase?: number;
   /** False: rlimits even where control groups can be had. */
@@ -41,6 +45,7 @@ export interface BubblewrapOptions {
 const DEFAULT_WARM = 1;
 const DEFAULT_MAX_LIVE = 64;
 const DEFAULT_WAIT_MS = 60_000;
+const DEFAULT_IDLE_MS = 30_000;
 const DEFAULT_UID_BASE = 200_000;
 /** An agent needs this much to start at all. */
 const MIN_MEMORY_BYTES = 32 * 1024 * 1024;
@@ -56,11 +61,13 @@ export class BubblewrapDriver implements SandboxDriver {
   readonly #python: string;
   readonly #bwrap: string;
   readonly #uidBase: number;
+  readonly #idleMs: number;
   readonly #registry: LayerRegistry;
   readonly #pool: Pool<BubblewrapSandbox>;
   readonly #sandboxes = new Map<string, BubblewrapSandbox>();
   readonly #freeUids: number[] = [];
   #supervisor: Supervisor;
+  #proxy: Promise<NetworkProxy> | null = null;
   #restarting: Promise<void> | null = null;
   #closing: Promise<void> | null = null;
 
@@ -75,6 +82,7 @@ export class BubblewrapDriver implements SandboxDriver {
     this.#bwrap = parts.tools.bwrap;
     this.#python = parts.tools.python;
     this.#uidBase = options.uidBase ?? DEFAULT_UID_BASE;
+    this.#idleMs = options.idleMs ?? DEFAULT_IDLE_MS;
     this.cgroups = parts.cgroups;
     this.#supervisor = supervisor;
     this.#registry = new LayerRegistry(options.dir, (ref) => this.#unused(ref));
@@ -85,8 +93,8 @@ export class BubblewrapDriver implements SandboxDriver {
       languages: ['python'],
       exec: true,
       processes: true,
-      pause: parts.cgroups?.version === 'v2' || bases.freezer ? 'freezer' : 'none',
-      network: 'none',
+      pause: parts.cgroups?.version === 'v2' || (bases.freezer && bases.pids) ? 'freezer' : 'none',
+      network: 'proxy',
       images: ['host', 'dir', 'image'],
       memory: bases.memory ? 'cgroup' : 'rlimit',
       cpu: bases.cpu ? 'cgroup' : 'none',
@@ -147,15 +155,16 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!idmap) return this.#uidBase;
     const uid = this.#freeUids.shift();
     if (uid === undefined)
-      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use');
+      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use', {
+        retryAfterMs: RETRY_MS,
+      });
     return uid;
   }
 
   #spec(spec: Partial<SandboxSpec>): SandboxSpec {
     const full = { ...DEFAULT_SPEC, ...spec };
     full.image = canonicalImage(full.image, this.#dir);
-    if (full.network !== 'none')
-      throw new LonghaulError('CapabilityMissing', 'bubblewrap sandboxes have no network');
+    if (full.network !== 'none') compilePolicy(full.network);
     const low =
       full.memoryBytes < MIN_MEMORY_BYTES ||
       full.diskBytes < MIN_DISK_BYTES ||
@@ -200,7 +209,8 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   #acquire(spec: SandboxSpec): Promise<BubblewrapSandbox> {
-    return this.#pool.acquire(JSON.stringify(spec, Object.keys(DEFAULT_SPEC)));
+    const ordered = Object.keys(DEFAULT_SPEC).map((key) => [key, spec[key as keyof SandboxSpec]]);
+    return this.#pool.acquire(JSON.stringify(Object.fromEntries(ordered)));
   }
 
   /** A supervisor that was killed took its sandboxes and volatile layers with it; durable layers stay. */
@@ -209,6 +219,7 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!this.#supervisor.gone) return;
     this.#restarting ??= (async () => {
       this.#registry.forgetVolatile();
+      await this.#closeProxy();
       await this.#supervisor.close();
       this.#supervisor = await Supervisor.start({
         dir: this.#dir,
@@ -229,11 +240,13 @@ export class BubblewrapDriver implements SandboxDriver {
     const id = randomBytes(5).toString('hex');
     const uid = this.#takeUid();
     let cgroup: Cgroup | null = null;
+    let network: NetworkHandle | null = null;
     let sandbox: BubblewrapSandbox | null = null;
     const host: SandboxHost = {
       supervisor,
       registry: this.#registry,
       uidBase: this.#uidBase,
+      idleMs: this.#idleMs,
       spawn: async (childSpec, childStack) => {
         return this.#adopted(await this.#acquire(childSpec), childStack);
       },
@@ -252,27 +265,41 @@ export class BubblewrapDriver implements SandboxDriver {
         ownUid: supervisor.ready.root,
         stackOf: (layer) => this.#registry.stack(layer),
       });
-      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, root });
+      if (spec.network !== 'none') network = (await this.#openProxy()).register(id, spec.network);
+      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, network, root });
       this.#sandboxes.set(id, sandbox);
       await sandbox.boot(root?.writable ? root.layers : []);
       ready = true;
       return sandbox;
     } catch (error) {
+      if (!sandbox) network?.close();
       if (sandbox) await sandbox.stop();
       else if (uid > 0 && supervisor.ready.idmap) this.#freeUids.push(uid);
       throw error;
     }
   }
 
+  /** Made for the first sandbox that has a network; it lives as long as its supervisor. */
+  #openProxy(): Promise<NetworkProxy> {
+    this.#proxy ??= NetworkProxy.open({ socketPath: join(this.#supervisor.ownerDir, 'proxy') });
+    return this.#proxy;
+  }
+
+  async #closeProxy(): Promise<void> {
+    const proxy = this.#proxy;
+    this.#proxy = null;
+    await (await proxy)?.close();
+  }
+
   /** A volatile layer that nobody needs: its files go now, its tmpfs when the last one on it goes. */
-  #unused(ref: { home: string; name: string }): void {
+  #unused(ref: LayerRef): void {
     const supervisor = this.#supervisor;
-    if (this.#sandboxes.has(ref.home)) {
-      void supervisor.request('discard', { sid: ref.home, name: ref.name }).catch(() => {});
-      return;
-    }
-    const keep = this.#registry.usedNames(ref.home);
-    void supervisor.request('close', { sid: ref.home, keep }).catch(() => {});
+    const tell = (op: string, fields: Record<string, unknown>) => {
+      supervisor.request(op, fields).catch(() => {});
+    };
+    if ('durable' in ref) tell('unhold', { layer: ref.durable });
+    else if (this.#sandboxes.has(ref.home)) tell('discard', { sid: ref.home, name: ref.name });
+    else tell('close', { sid: ref.home, keep: this.#registry.usedNames(ref.home) });
   }
 
   async hasLayer(layer: LayerId): Promise<boolean> {
@@ -280,14 +307,13 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   async dropLayer(layer: LayerId): Promise<void> {
-    const unneeded = this.#registry.drop(layer, (id) =>
-      [...this.#sandboxes.values()].some((sandbox) =>
-        sandbox.stack.some((ref) => 'durable' in ref && ref.durable === id),
-      ),
-    );
-    if (unneeded.length === 0) return;
+    if (this.#registry.dropVolatile(layer) || !this.#registry.durable().includes(layer)) return;
+    await this.#collect({ drop: [layer], unnamed: [] });
+  }
+
+  async #collect(what: { drop: LayerId[]; unnamed: LayerId[] }): Promise<PruneReport> {
     await this.#alive();
-    await this.#supervisor.request('forget', { layers: unneeded });
+    return (await this.#supervisor.request('collect', what)) as PruneReport;
   }
 
   async exportLayer(layer: LayerId): Promise<Readable> {
@@ -301,26 +327,38 @@ export class BubblewrapDriver implements SandboxDriver {
   async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
     const candidates = this.#registry.candidates();
     const keep = new Set([...(await named()), ...imageLayers(this.#dir)]);
-    const inUse = new Set(
-      [...this.#sandboxes.values()].flatMap((sandbox) =>
-        sandbox.stack.flatMap((ref) => ('durable' in ref ? [ref.durable] : [])),
-      ),
-    );
-    const { removed, bytesFreed, kept } = this.#registry.prune(
-      candidates,
-      (id) => keep.has(id) || inUse.has(id),
-    );
-    if (removed.length > 0) {
-      await this.#alive();
-      await this.#supervisor.request('forget', { layers: removed });
+    return this.#collect({ drop: [], unnamed: candidates.filter((id) => !keep.has(id)) });
+  }
+
+  /**
+   * The durable layers and the state of each, for a person. `full` reads every file and holds it against
+   * the layer's id; otherwise only what describes the layers is read.
+   */
+  async *verifyLayers(options: { full?: boolean } = {}): AsyncGenerator<LayerReport> {
+    await this.#alive();
+    for (const id of this.#registry.durable()) {
+      const report = this.#registry.report(id);
+      if (report?.state === 'damaged' || !options.full) {
+        if (report) yield report;
+        continue;
+      }
+      try {
+        const known = await this.#supervisor.request('verify', { layer: id });
+        if (report) yield { ...report, state: known ? 'whole' : 'unverifiable' };
+      } catch (error) {
+        const { code, message } = attribute(error, 'SandboxUnavailable');
+        if (code === 'NotFound') continue; // removed meanwhile
+        if (code !== 'LayerDamaged') throw error;
+        yield { id, ...report, state: 'damaged', detail: message };
+      }
     }
-    return { removed, bytesFreed, kept };
   }
 
   close(): Promise<void> {
     this.#closing ??= (async () => {
       await this.#pool.close();
       await Promise.all([...this.#sandboxes.values()].map((sandbox) => sandbox.stop()));
+      await this.#closeProxy();
       await this.#supervisor.close();
     })();
     return this.#closing;

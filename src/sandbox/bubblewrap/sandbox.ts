@@ -11,24 +11,35 @@ import type {
   SandboxUsage,
   SnapshotOptions,
 } from '../contract.ts';
+import { proxyEnvironment } from '../network/environment.ts';
+import type { NetworkHandle } from '../network/proxy.ts';
 import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
-import { freezeDurable } from './durable.ts';
-import type { LayerRegistry, LayerStack, Weight } from './layers.ts';
+import { freezeDurable, LEAST_MERGED } from './durable.ts';
+import type { DurableRef, LayerRegistry, LayerStack, Weight } from './layers.ts';
 import { HOST_DEFAULTS, type SandboxRoot } from './root.ts';
-import { adviseOn, type LayerRef, type SandboxExit, type Supervisor } from './supervisor.ts';
+import {
+  adviseOn,
+  type LayerRef,
+  RETRY_MS,
+  type SandboxExit,
+  type Supervisor,
+  saidExhausted,
+} from './supervisor.ts';
 
 const START_TIMEOUT_MS = 30_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
 const SQUASH_DEPTH = 32;
-/** The agent and its spare fork, which the guest's process limit leaves room for. */
-const OWN_INSIDE = 2;
+/** The agent, its nursery and a spare, which the guest's process limit leaves room for. */
+const OWN_INSIDE = 3;
 
 /** What a sandbox needs of its driver. */
 export interface SandboxHost {
   supervisor: Supervisor;
   registry: LayerRegistry;
   uidBase: number;
+  /** A sandbox without a call or a process for so long lets its agent go. */
+  idleMs: number;
   /** New sandboxes with the same spec over a stack of layers. */
   spawn(spec: SandboxSpec, stack: LayerStack): Promise<Sandbox>;
   /** The sandbox is gone: free its uid and its place. */
@@ -42,7 +53,9 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   readonly uid: number;
   readonly #host: SandboxHost;
   readonly #cgroup: Cgroup | null;
+  readonly #network: NetworkHandle | null;
   readonly #root: SandboxRoot | null;
+  #rootHeld: LayerStack = [];
   #pythonSeen = false;
   readonly #started = performance.now();
   #exit: Promise<SandboxExit> | null = null;
@@ -53,6 +66,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   #seen: Evidence = { oomKills: 0, pidsRefused: 0 };
   /** The last command ran out of memory: the agent may have been killed just after it answered. */
   #oomBefore = false;
+  #asleep = false;
+  #idleTimer: NodeJS.Timeout | null = null;
 
   constructor(options: {
     id: string;
@@ -60,6 +75,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     uid: number;
     host: SandboxHost;
     cgroup: Cgroup | null;
+    network: NetworkHandle | null;
     root: SandboxRoot | null;
   }) {
     super();
@@ -68,12 +84,12 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.uid = options.uid;
     this.#host = options.host;
     this.#cgroup = options.cgroup;
+    this.#network = options.network;
     this.#root = options.root;
   }
 
-  /** Every layer that it stands on, those of its image too. */
   get stack(): LayerStack {
-    return this.#root ? [...this.#stack, ...this.#root.layers] : this.#stack;
+    return this.#stack;
   }
 
   /** Opens the file systems, starts the process tree and mounts the workspace. */
@@ -83,15 +99,18 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       uid: this.uid,
       bytes: this.spec.diskBytes,
       inodes: this.spec.inodes,
-      root: this.#root && {
-        writable: this.#root.writable,
-        host: this.#root.host,
-        lower: this.#root.layers,
-        dir: this.#root.dir,
-      },
     });
+    if (this.#root) await this.#mountRoot(this.#root);
     if (!this.#root?.writable) await this.#connect();
     await this.#mount(stack);
+  }
+
+  async #mountRoot(root: SandboxRoot): Promise<void> {
+    const { supervisor, registry } = this.#host;
+    registry.hold(root.layers);
+    this.#rootHeld = root.layers;
+    const { writable, host, layers: lower, dir } = root;
+    await supervisor.request('root', { sid: this.id, root: { writable, host, lower, dir } });
   }
 
   /** Has an agent sent in; bubblewrap is started where it does not run. */
@@ -99,12 +118,14 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     const limits = this.#cgroup
       ? {}
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
+    const defaults = this.#root?.agent ?? HOST_DEFAULTS;
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
       argv: bubblewrapCommand(this.id, this.#root),
+      network: this.#network !== null,
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
         limits,
-        agent: this.#root?.agent ?? HOST_DEFAULTS,
+        agent: { ...defaults, env: { ...defaults.env, ...(this.#network && proxyEnvironment) } },
       },
     });
     this.#exit = exit;
@@ -121,6 +142,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       throw new LonghaulError('SandboxUnavailable', `bubblewrap did not start: ${text}`, {
         next: adviseOn(text),
         cause: error,
+        retryAfterMs: saidExhausted(text) ? RETRY_MS : undefined,
       });
     } finally {
       clearTimeout(timer);
@@ -144,20 +166,24 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     options: { freshTmp?: boolean; discard?: string; retired?: string } = {},
   ): Promise<void> {
     const { registry, supervisor } = this.#host;
+    const weight = this.#weight(stack);
     registry.hold(stack);
     const upper = `u${++this.#uppers}`;
-    const weight = this.#weight(stack);
     try {
       if (this.#root?.writable) await this.#endTree();
-      await supervisor.request('workspace', {
+      const used = await supervisor.request('workspace', {
         sid: this.id,
         lower: stack,
         upper,
         ...options,
-        // What durable layers hold on disk counts too; there is always room for a little.
-        bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
-        inodes: Math.max(this.spec.inodes - weight.inodes, 64),
+        ...this.#room(weight),
       });
+      if (options.retired !== undefined && stack[0]) registry.noteUsed(stack[0], used as Weight);
+      if (!weight.counted && this.#heavy(weight)) {
+        const shows = (await supervisor.request('count', { sid: this.id })) as Weight;
+        registry.noteShown(stack, shows);
+        await supervisor.request('resize', { sid: this.id, ...this.#room(this.#own(shows)) });
+      }
     } catch (error) {
       registry.release(stack);
       throw error;
@@ -169,13 +195,20 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     if (this.#root?.writable) await this.#connect();
   }
 
-  /** What a stack takes of the disk limit: an image that the workspace began as is not the guest's. */
-  #weight(stack: LayerStack): Weight {
-    const { registry } = this.#host;
-    const all = registry.weight(stack);
-    if (!this.#root?.writable) return all;
-    const image = registry.weight(this.#root.layers);
-    return { bytes: all.bytes - image.bytes, inodes: all.inodes - image.inodes };
+  /** What a stack takes of the disk limit. */
+  #weight(stack: LayerStack): Weight & { counted: boolean } {
+    const weight = this.#host.registry.weight(stack, this.id);
+    return { ...this.#own(weight), counted: weight.counted };
+  }
+
+  /** Less the image that the workspace began as, which is not the guest's. */
+  #own(weight: Weight): Weight {
+    if (!this.#root?.writable) return weight;
+    const image = this.#host.registry.weight(this.#root.layers, this.id);
+    return {
+      bytes: Math.max(0, weight.bytes - image.bytes),
+      inodes: Math.max(0, weight.inodes - image.inodes),
+    };
   }
 
   /** A root cannot be exchanged below processes: a new tree starts over the new one. */
@@ -186,6 +219,19 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     await this.#host.supervisor.request('kill', { sid: this.id, cgroups });
     if (!(await this.#ended(5000)))
       throw new LonghaulError('SandboxUnavailable', 'the process tree did not end');
+  }
+
+  /** What layers hold that are not on the sandbox's own file system counts too; there is always room for a little. */
+  #room(weight: Weight): Weight {
+    return {
+      bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
+      inodes: Math.max(this.spec.inodes - weight.inodes, 64),
+    };
+  }
+
+  /** Whether counting what is shown may free much. */
+  #heavy(weight: Weight): boolean {
+    return weight.bytes > this.spec.diskBytes / 2 || weight.inodes > this.spec.inodes / 2;
   }
 
   /** A ready sandbox takes the workspace of `stack` before anybody has used it. */
@@ -228,6 +274,36 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     }
     await this.#restart();
     return oom ? 'out_of_memory' : 'timeout';
+  }
+
+  /** Its process tree is process 1 alone from here on, some 150 KB; a new agent comes with the next call. */
+  protected override rest(): void {
+    if (this.#asleep || this.broken || this.paused) return;
+    if (this.#idleTimer) this.#idleTimer.refresh();
+    else {
+      this.#idleTimer = setTimeout(() => {
+        if (this.idle && !this.broken && !this.#asleep) this.#fallAsleep().catch(() => {});
+      }, this.#host.idleMs);
+      this.#idleTimer.unref();
+    }
+  }
+
+  #fallAsleep(): Promise<void> {
+    return this.enqueue(async () => {
+      if (await this.busy(false)) return;
+      this.#asleep = true;
+      this.channel!.destroy();
+    });
+  }
+
+  protected override async wake(): Promise<void> {
+    if (!this.#asleep) return;
+    try {
+      await this.#connect();
+      this.#asleep = false;
+    } catch (error) {
+      throw this.breakWith(attribute(error, 'SandboxUnavailable').message);
+    }
   }
 
   /** A new agent and, where the process tree went down too, a new tree over the same files. */
@@ -294,31 +370,44 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         return this.#host.registry.addVolatile(this.#stack);
       }
       const { supervisor, registry, uidBase } = this.#host;
-      const stack = await freezeDurable({
-        sid: this.id,
-        stack: this.#stack,
-        upper: this.#upper,
-        uid: this.uid,
-        diskBytes: this.diskBytes,
-        limit: { bytes: this.spec.diskBytes, inodes: this.spec.inodes },
-        supervisor,
-        registry,
-        uidBase,
-        squashDepth: SQUASH_DEPTH,
-      });
-      await this.#mount(stack, { discard: this.#upper });
-      return stack[0]!.durable;
+      const made: DurableRef[] = [];
+      try {
+        const freezing = {
+          sid: this.id,
+          stack: this.#stack,
+          upper: this.#upper,
+          uid: this.uid,
+          diskBytes: this.diskBytes,
+          limit: { bytes: this.spec.diskBytes, inodes: this.spec.inodes },
+          supervisor,
+          registry,
+          uidBase,
+        };
+        const stack = await freezeDurable(freezing, made);
+        await this.#mount(stack, { discard: this.#upper });
+        return stack[0]!.durable;
+      } finally {
+        for (const ref of made) registry.release([ref]);
+      }
     });
   }
 
   /** The upper layer becomes the top of the stack; a fresh one is mounted over it. */
   async #freeze(): Promise<void> {
-    const { supervisor } = this.#host;
-    if (this.#stack.length < SQUASH_DEPTH)
-      return this.#mount([this.#frozen(), ...this.#stack], { retired: this.#upper });
+    const stack = [this.#frozen(), ...this.#stack];
+    if (stack.length <= SQUASH_DEPTH) return this.#mount(stack, { retired: this.#upper });
     const name = `q${++this.#uppers}`;
-    await supervisor.request('squash', { sid: this.id, name });
-    await this.#mount([{ home: this.id, name, uid: this.uid }], { discard: this.#upper });
+    const durable = stack.findIndex((ref) => 'durable' in ref);
+    const sources = durable < 0 ? stack : stack.slice(0, durable);
+    const merged = (await this.#host.supervisor.request('squash', {
+      sid: this.id,
+      name,
+      sources,
+      based: sources.length < stack.length,
+      least: LEAST_MERGED,
+    })) as number;
+    const squashed = { home: this.id, name, uid: this.uid };
+    await this.#mount([squashed, ...stack.slice(merged)], { discard: this.#upper });
   }
 
   rollback(layer: LayerId): Promise<void> {
@@ -373,7 +462,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   }
 
   networkAttempts(): readonly NetworkAttempt[] {
-    return [];
+    return this.#network?.attempts() ?? [];
   }
 
   usage(): Promise<SandboxUsage> {
@@ -384,8 +473,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         cpuSeconds: this.#cgroup?.cpuSeconds() ?? cpuSeconds,
         peakMemoryBytes: this.#cgroup?.peakMemoryBytes() ?? null,
         diskBytes: this.diskBytes,
-        // bubblewrap's two processes, the agent and its spare are not the guest's.
-        pids: pids === null ? null : Math.max(0, pids - 2 - own),
+        // bubblewrap's two processes, a relay and the agent's are not the guest's.
+        pids: pids === null ? null : Math.max(0, pids - (this.#network ? 3 : 2) - own),
         wallSeconds: (performance.now() - this.#started) / 1000,
         oomKills: this.#cgroup?.oomKills() ?? 0,
         pidsRefused: this.#cgroup?.pidsRefused() ?? 0,
@@ -401,9 +490,13 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   async #stop(): Promise<void> {
     const { supervisor, registry } = this.#host;
     this.breakWith('the sandbox was stopped');
+    if (this.#idleTimer) clearTimeout(this.#idleTimer);
+    this.#network?.close();
     const stack = this.#stack;
     this.#stack = [];
     registry.release(stack);
+    registry.release(this.#rootHeld);
+    this.#rootHeld = [];
     const keep = registry.usedNames(this.id);
     try {
       // Frozen processes of a version 1 group do not even die.

@@ -11,6 +11,7 @@ maps the caller to root of a new user namespace, and overlays use `userxattr`.
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import selectors
@@ -23,7 +24,8 @@ import time
 # Isolated mode (-I) leaves this folder out.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from launcher import Launcher  # noqa: E402
-from layercopy import copy_layer, count_shown  # noqa: E402
+from layercopy import TRUSTED, USER, Merge, Source, count_shown, remove_tree, tier  # noqa: E402
+from layerstore import LayerError, LayerStore  # noqa: E402
 from mounts import (  # noqa: E402
     CLONE_NEWNS,
     CLONE_NEWUSER,
@@ -59,17 +61,20 @@ class Box:
         self.sid = sid
         self.uid = uid
         self.limit = (0, 0)
+        self.blank = None
         self.mapped = set()
         self.namespaces = {}
         self.tmp = None
         self.root = None
+        self.network = False
+        self.cgroups = []
         self.waiting = None
         self.err = b""
         self.err_fd = -1
         self.down()
 
     def down(self):
-        self.pid = 0
+        self.pid = self.relay = 0
         self.ready = False
         self.init_in = self.init_out = self.info = self.process = -1
 
@@ -80,7 +85,7 @@ class Supervisor:
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.sandboxes = {}
-        self.workers = {}
+        self.workers = set()
         self.input = b""
         self.owner_dir = config["ownerDir"]
         # One supervisor at a time here: nobody sees a folder between its making and its locking.
@@ -90,6 +95,8 @@ class Supervisor:
         os.close(gate)
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
+        self.prefix = TRUSTED if self.root else USER
+        self.store = LayerStore("layers", os.path.basename(self.owner_dir), self.prefix)
         self.idmap = self.root and self.probe_idmap("empty") and self.probe_idmap("layers")
         self.stackable = self.probe_layers()
         self.probe_overlay()
@@ -125,30 +132,27 @@ class Supervisor:
             path = os.path.join(run_dir, name)
             if path == self.owner_dir or not os.path.isdir(path):
                 continue
-            fresh = time.time() - os.stat(path).st_mtime < 60
-            if fresh and not os.path.exists(os.path.join(path, "lock")):
-                continue  # its supervisor is just starting
+            owner = read_owner(path)
+            if not os.path.exists(os.path.join(path, "lock")) and starting(path, owner):
+                continue
             try:
                 fd = self.lock(os.path.join(path, "lock"), wait=False)
             except OSError:
                 continue
-            try:
-                with open(os.path.join(path, "owner.json")) as file:
-                    cgroups = json.load(file)["cgroups"]
-            except (OSError, ValueError, KeyError):
-                cgroups = []
-            for cgroup in cgroups:
+            gone = True
+            for cgroup in owner.get("cgroups", []):
                 # The record lies in a folder that others may write to: nothing but groups of ours.
                 if cgroup == "/sys/fs/cgroup" + os.path.normpath(cgroup[14:]) and cgroup.endswith("/longhaul-" + name):
-                    remove_cgroup(cgroup)
-            shutil.rmtree(path, ignore_errors=True)
+                    gone = remove_cgroup(cgroup) and gone
+            if gone:  # otherwise its record stays, for the next start
+                remove_tree(path)
             os.close(fd)
             cleaned += 1
         live = set(os.listdir(run_dir))
         for name in os.listdir(self.config["layersDir"]):
-            # partial-OWNER-ID: a copy that its owner did not live to finish
+            # partial-OWNER-...: a copy or a removal that its owner did not live to finish
             if name.startswith("partial-") and name.split("-")[1] not in live:
-                shutil.rmtree(os.path.join(self.config["layersDir"], name), ignore_errors=True)
+                remove_tree(os.path.join(self.config["layersDir"], name))
         return cleaned
 
     def claim_uids(self):
@@ -181,12 +185,22 @@ class Supervisor:
             os.mkdir(os.path.join(stage, name), 0o755)
         mount(self.config["layersDir"], os.path.join(stage, "layers"), None, MS_BIND)
         mount(self.owner_dir, os.path.join(stage, "owner"), None, MS_BIND)
+        # The programs may lie below /tmp, which is covered from here on.
+        here = os.path.dirname(os.path.abspath(__file__))
+        os.mkdir(os.path.join(stage, "py"), 0o755)
+        for source in [here + "/zygote.py", *glob.glob(os.path.join(os.path.dirname(here), "agent", "*.py"))]:
+            shutil.copyfile(source, os.path.join(stage, "py", os.path.basename(source)))
         # Nobody may read it: then the kernel lets nobody look into the process that runs it (ptrace(2)).
         shutil.copyfile(os.path.join(self.owner_dir, "init"), os.path.join(stage, "init"))
         os.chmod(os.path.join(stage, "init"), 0o111)
         for name, text in self.config["etc"].items():
             with open(os.path.join(stage, "etc", name), "w") as file:
                 file.write(text)
+        # For programs that reach the network through the proxy and check certificates themselves.
+        for name in ("ssl/certs/ca-certificates.crt", "ssl/openssl.cnf", "pki/tls/certs/ca-bundle.crt"):
+            if os.path.isfile("/etc/" + name):
+                os.makedirs(os.path.dirname(os.path.join(stage, "etc", name)), exist_ok=True)
+                shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
         for name in ("ld.so.cache", "localtime"):
             if os.path.isfile("/etc/" + name):
                 shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
@@ -221,7 +235,7 @@ class Supervisor:
         os.mkdir(path, 0o700)
         try:
             os.mknod(path + "/w", stat.S_IFCHR, 0)
-            os.setxattr(path, ("trusted" if self.root else "user") + ".overlay.opaque", b"y")
+            os.setxattr(path, self.prefix + "opaque", b"y")
             return True
         except OSError:
             return False
@@ -290,24 +304,57 @@ class Supervisor:
         os.mkdir(top + "/d/shm", 0o700)
         os.chmod(top + "/d/shm", 0o1777)
         os.chown(top + "/d/shm", uid, uid)
-        sandbox.root = request.get("root")
-        if sandbox.root:
-            open_root(self, sandbox)
+
+    def op_root(self, request):
+        """Says what the sandbox's root is made of, and mounts it where it is not the workspace."""
+        sandbox = self.sandboxes[request["sid"]]
+        sandbox.root = request["root"]
+        return self.verified(request, sandbox.root["lower"], lambda _: open_root(self, sandbox))
 
     def op_workspace(self, request):
-        """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace."""
+        """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace. Durable layers
+        are kept from removal from here on, and looked at where nobody has since the machine started.
+        Answers with what the sandbox's own file system held before."""
+        return self.verified(request, request["lower"], self.mount_workspace)
+
+    def verified(self, request, layers, operation):
+        """Does what stands on layers once they are kept from removal and their content has been seen."""
+        durable = [layer["durable"] for layer in layers if "durable" in layer]
+        if durable:
+            self.store.hold(durable[0])
+        unverified = self.store.unverified(durable)
+        if not unverified:
+            return operation(request)
+
+        def done(result):
+            if "error" in result:
+                return self.answer(dict(result, id=request["id"]))
+            self.store.trusted.update(unverified)
+            self.handle(request, operation)
+
+        self.work(lambda: self.store.check(unverified), done)
+        return NotImplemented
+
+    def mount_workspace(self, request):
         sandbox = self.sandboxes[request["sid"]]
         top, uid = "s%s" % request["sid"], sandbox.uid
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
+        used = self.used(sandbox)
         self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
         os.mkdir(upper, 0o755)
         os.chown(upper, uid, uid)
         os.mkdir(work, 0o700)
         unmount(top + "/ws")
+        below = os.stat(lower[0])
+        if request["lower"]:
+            # Its owner must be able to go in, whatever the guest made of the directory.
+            os.chmod(upper, stat.S_IMODE(below.st_mode) | 0o700)
+            os.utime(upper, ns=(below.st_atime_ns, below.st_mtime_ns))
         if sandbox.root and sandbox.root["writable"]:
             lower = lowers(self, sandbox, lower if request["lower"] else [])
         self.overlay(lower, upper, work, top + "/ws")
+        sandbox.blank = self.look(upper)
         if request.get("freshTmp") or not sandbox.tmp:
             fresh = "%s/d/tmp-%s" % (top, request["upper"])
             os.mkdir(fresh)
@@ -325,7 +372,7 @@ class Supervisor:
             self.discard("%s/d/work-%s" % (top, request["retired"]))
         sandbox.limit = (request["bytes"], request["inodes"])
         if self.limit(sandbox) or not self.going(top):
-            return None
+            return used
 
         def job():
             # What is on its way out would be room beyond the limit once it is gone. Only the janitor
@@ -334,6 +381,7 @@ class Supervisor:
             while self.going(top) and time.monotonic() < end:
                 time.sleep(0.002)
             self.limit(sandbox)
+            return used
 
         self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
         return NotImplemented
@@ -341,12 +389,35 @@ class Supervisor:
     def limit(self, sandbox, more_bytes=0, more_inodes=0):
         """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
         place = "s%s/d" % sandbox.sid
-        info = os.statvfs(place)
-        used = (info.f_blocks - info.f_bfree) * info.f_frsize, info.f_files - info.f_ffree
-        size, inodes = (max(pair) for pair in zip(sandbox.limit, used))
+        used = self.used(sandbox)
+        size, inodes = (max(pair) for pair in zip(sandbox.limit, (used["bytes"], used["inodes"])))
         mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
               "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
         return (size, inodes) == sandbox.limit
+
+    def used(self, sandbox):
+        info = os.statvfs("s%s/d" % sandbox.sid)
+        return {
+            "bytes": (info.f_blocks - info.f_bfree) * info.f_frsize,
+            "inodes": info.f_files - info.f_ffree,
+        }
+
+    def op_resize(self, request):
+        """Another limit of a sandbox's files."""
+        sandbox = self.sandboxes[request["sid"]]
+        sandbox.limit = (request["bytes"], request["inodes"])
+        self.limit(sandbox)
+
+    def look(self, upper):
+        """What changes when anything in a fresh upper layer does."""
+        info = os.stat(upper)
+        names = [n for n in os.listxattr(upper) if n.startswith("user.") and not n.startswith(self.prefix)]
+        return os.listdir(upper), info.st_mode, info.st_mtime_ns, names
+
+    def op_unchanged(self, request):
+        """Whether the workspace is still what the layers below its upper one show."""
+        sandbox = self.sandboxes[request["sid"]]
+        return self.look("s%s/d/%s" % (request["sid"], request["upper"])) == sandbox.blank
 
     def going(self, top):
         """Trees of a sandbox that the janitor has yet to delete."""
@@ -361,7 +432,7 @@ class Supervisor:
             while chunk := os.read(read, 65536):
                 *paths, rest = (rest + chunk).split(b"\0")
                 for path in paths:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(os.fsdecode(path))
             os._exit(0)
         os.close(read)
         return write
@@ -383,74 +454,117 @@ class Supervisor:
     def op_discard(self, request):
         self.discard("s%s/d/%s" % (request["sid"], request["name"]))
 
-    def op_forget(self, request):
-        """Removes durable layers. Renamed first, so that a half-removed one is never found."""
-        for layer in request["layers"]:
-            aside = "layers/partial-%s-%s" % (os.path.basename(self.owner_dir), layer)
-            try:
-                os.rename("layers/" + layer, aside)
-            except FileNotFoundError:
-                continue  # another process was faster
-            self.discard(aside)
-
     def work(self, job, done):
-        """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""
+        """Runs a slow file job in a child; `done` gets {ok} or {error, ...} as it is answered."""
         read, write = os.pipe()
         pid = fork_bound()
         if pid == 0:
+            sys.setrecursionlimit(20_000)  # a level of directories each, and no path is longer
             try:
                 result = {"ok": job()}
-            except OSError as error:
-                result = {"error": str(error), "errno": error.errno}
             except BaseException as error:
-                result = {"error": repr(error), "errno": 0}
-            os.write(write, json.dumps(result).encode())
+                result = failure(error)
+            view = memoryview(json.dumps(result).encode())
+            while view:
+                view = view[os.write(write, view):]
             os._exit(0)
         os.close(write)
-        self.workers[pid] = (read, done)
+        text = bytearray()
+        self.workers.add(pid)
+
+        def hear():
+            chunk = os.read(read, 65536)
+            text.extend(chunk)
+            if chunk:
+                return
+            self.selector.unregister(read)
+            os.close(read)
+            done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
+
+        self.selector.register(read, selectors.EVENT_READ, hear)
+
+    def later(self, request, job):
+        """Answers with the result of a slow file job."""
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
+    def source(self, layer, home=None):
+        """A layer to copy from; `home`: to the tmpfs of this sandbox, not to the layer folder."""
+        if "durable" in layer:
+            return Source(self.store.path(layer["durable"], "fs"), home is None)
+        return Source("s%s/d/%s" % (layer["home"], layer["name"]), layer["home"] == home)
 
     def op_copy(self, request):
-        """Copies a layer (or, for `merged`, the whole workspace) to a place in the owner's layer folder."""
-        sid = request["sid"]
-        source = "s%s/ws" % sid if request.get("merged") else "s%s/d/%s" % (sid, request["name"])
-        target = "layers/%s" % request["target"]
+        """Makes a durable layer of `sources` (topmost first), as they are over the layers in its meta's
+        `parents`. Answers with its id; it is kept from removal until `unhold`."""
+        partial = self.store.aside("copy%d" % request["id"])
         meta = request["meta"]
 
         def job():
-            shutil.rmtree(target, ignore_errors=True)
-            os.mkdir(target, 0o700)
+            hashes = {}
             try:
-                meta["bytes"], meta["inodes"] = copy_layer(source, target + "/fs", request["uid"])
-                with open(target + "/layer.json", "w") as file:
-                    json.dump(meta, file)
-                fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-                check(LIBC.syncfs(fd), "syncfs")
-                os.close(fd)
-                os.rename(target, "layers/%s" % request["final"])
-                fd = os.open("layers", os.O_RDONLY | os.O_DIRECTORY)
-                os.fsync(fd)
-                os.close(fd)
+                os.mkdir(partial, 0o700)
+                sources = [self.source(layer) for layer in request["sources"]]
+                merge = Merge(
+                    sources, partial + "/fs", meta["uid"], self.prefix, bool(meta["parents"]), hashes)
+                meta["bytes"], meta["inodes"] = merge.run()
+                return self.store.keep(partial, meta, hashes)
             except BaseException:
-                shutil.rmtree(target, ignore_errors=True)
+                remove_tree(partial)
                 raise
-            return {"bytes": meta["bytes"], "inodes": meta["inodes"]}
 
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        def done(result):
+            try:
+                if "ok" in result:
+                    self.store.hold(result["ok"])
+                    self.store.trusted.add(result["ok"])
+            except LayerError as error:
+                result = failure(error)
+            self.answer(dict(result, id=request["id"]))
+
+        self.work(job, done)
         return NotImplemented
+
+    def op_tier(self, request):
+        """How many of `sources` (topmost first) to merge into the next durable layer."""
+        sources = [self.source(layer) for layer in request["sources"]]
+        return self.later(request, lambda: tier(sources, request["least"]))
 
     def op_squash(self, request):
-        """One layer that holds what the workspace shows, beside the ones it was stacked from."""
+        """One layer that stands for the topmost of `sources`, beside them. Answers with how many."""
         sandbox = self.sandboxes[request["sid"]]
-        top = "s%s" % request["sid"]
-        job = lambda: copy_layer(top + "/ws", "%s/d/%s" % (top, request["name"]), sandbox.uid)
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
-        return NotImplemented
+        target = "s%s/d/%s" % (request["sid"], request["name"])
+        sources = [self.source(layer, request["sid"]) for layer in request["sources"]]
+
+        def job():
+            count = tier(sources, request["least"])
+            based = request["based"] or count < len(sources)
+            merge = Merge(sources[:count], target, sandbox.uid, self.prefix, based, None)
+            # Nothing of the guest runs meanwhile. The next mount sets the limit again.
+            self.limit(sandbox, 1 << 50, 1 << 30)
+            try:
+                merge.run()
+            except BaseException:
+                remove_tree(target)
+                self.limit(sandbox)
+                raise
+            return count
+
+        return self.later(request, job)
+
+    def op_unhold(self, request):
+        self.store.release(request["layer"])
+
+    def op_collect(self, request):
+        return self.later(request, lambda: self.store.collect(request["drop"], request["unnamed"]))
+
+    def op_verify(self, request):
+        return self.later(request, lambda: self.store.inspect(request["layer"]))
 
     def op_count(self, request):
         """Answers with the bytes and inodes that the workspace shows, through all its layers."""
-        job = lambda: dict(zip(("bytes", "inodes"), count_shown("s%s/ws" % request["sid"])))
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
-        return NotImplemented
+        place = "s%s/ws" % request["sid"]
+        return self.later(request, lambda: dict(zip(("bytes", "inodes"), count_shown(place))))
 
     def op_close(self, request):
         """Ends the processes and unmounts; with `keep` the tmpfs stays for the layers on it."""
@@ -509,12 +623,7 @@ class Supervisor:
             if pid == 0:
                 return
             if pid in self.workers:
-                read, done = self.workers.pop(pid)
-                text = b""
-                while chunk := os.read(read, 65536):
-                    text += chunk
-                os.close(read)
-                done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
+                self.workers.remove(pid)
                 continue
             self.launcher.exited(pid, status)
 
@@ -526,16 +635,14 @@ class Supervisor:
         while view:
             view = view[os.write(1, view):]
 
-    def handle(self, request):
+    def handle(self, request, operation=None):
         try:
-            result = getattr(self, "op_" + request["op"])(request)
+            result = (operation or getattr(self, "op_" + request["op"]))(request)
             if result is NotImplemented:
                 return  # answered by the operation itself, or later by a worker
-            self.answer({"id": request["id"], "ok": True})
-        except OSError as error:
-            self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
+            self.answer({"id": request["id"], "ok": result})
         except Exception as error:
-            self.answer({"id": request["id"], "error": repr(error), "errno": 0})
+            self.answer(dict(failure(error), id=request["id"]))
 
     def run(self):
         wake_read, wake_write = os.pipe()
@@ -582,18 +689,56 @@ class Supervisor:
             pass
 
 
+def failure(error):
+    """An answer that says what went wrong."""
+    if isinstance(error, LayerError):
+        return {"error": str(error), "code": error.code}
+    if isinstance(error, OSError):
+        if error.errno == errno.ENAMETOOLONG:  # only a guest makes such paths
+            return {"error": "directories are nested too deep to be saved", "code": "FileRefused"}
+        return {"error": str(error), "errno": error.errno}
+    return {"error": repr(error), "errno": 0}
+
+
+def read_owner(path):
+    try:
+        with open(os.path.join(path, "owner.json")) as file:
+            owner = json.load(file)
+        return owner if isinstance(owner, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def starting(path, owner):
+    """Whether the owner of a folder without a lock may be about to start its supervisor."""
+    if time.time() - os.stat(path).st_mtime > 60:
+        return False
+    # Numbers of processes say something only to who sees the same ones.
+    if owner.get("pids") != os.readlink("/proc/self/ns/pid"):
+        return True
+    return os.path.exists("/proc/%d" % owner["pid"])
+
+
 def remove_cgroup(path):
-    """Kills what is left in a cgroup and removes it with its children."""
+    """Kills what is left in a cgroup and removes it with its children. Whether it is gone."""
     if not os.path.isdir(path):
-        return
+        return True
     for name in os.listdir(path):
         if os.path.isdir(os.path.join(path, name)):
             remove_cgroup(os.path.join(path, name))
-    kill_group(path)
-    try:
-        os.rmdir(path)
-    except OSError:
-        pass  # busy for a moment: the next start tries again
+    end = time.monotonic() + 2
+    while True:
+        kill_group(path)
+        try:
+            os.rmdir(path)
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # A process that was killed is in it for a moment more.
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
 
 
 def kill_group(path):

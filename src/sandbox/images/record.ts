@@ -8,6 +8,7 @@ import {
   readFileSync,
   renameSync,
   rmSync,
+  utimesSync,
   writeSync,
 } from 'node:fs';
 import { dirname, join } from 'node:path';
@@ -173,9 +174,20 @@ export function removeName(dir: string, name: string): void {
   rmSync(nameFile(dir, name), { force: true });
 }
 
-/** The layer that a build step left behind, by the step's key; it may be gone. */
+/**
+ * The layer that a build step left behind, by the step's key; it may be gone. It counts as made now, so that
+ * it outlasts a prune until an image names it.
+ */
 export function readStep(dir: string, key: string): LayerId | null {
-  return readJson<{ layer: LayerId }>(stepFile(dir, key))?.layer ?? null;
+  const layer = readJson<{ layer: LayerId }>(stepFile(dir, key))?.layer ?? null;
+  const now = new Date();
+  try {
+    if (layer !== null) utimesSync(join(dir, 'layers', layer), now, now);
+  } catch (error) {
+    if ((error as NodeJS.ErrnoException).code === 'ENOENT') return null;
+    throw error;
+  }
+  return layer;
 }
 
 export function writeStep(dir: string, key: string, layer: LayerId): void {

@@ -266,8 +266,8 @@ export class ImageStore {
   }
 
   /**
-   * Removes an image and its names. Its layers go when no other image, workspace or sandbox stands on
-   * them. Idempotent for digests; `NotFound` for a name that there is not.
+   * Removes an image and its names. Its layers go with the driver's next `prune`, unless another image, a
+   * workspace or a log still needs them. Idempotent for digests; `NotFound` for a name that there is not.
    */
   async remove(reference: string): Promise<void> {
     const digest = digestHex(reference);
@@ -276,8 +276,6 @@ export class ImageStore {
     for (const [name, named] of listNames(this.#dir))
       if (named === record.digest) removeName(this.#dir, name);
     removeImage(this.#dir, record.digest);
-    const others = listImages(this.#dir).some((each) => each.layer === record.layer);
-    if (record.layer !== null && !others) await this.#driver.dropLayer(record.layer);
   }
 }
 
