@@ -8,6 +8,8 @@ import {
   symlinkSync,
   writeFileSync,
 } from 'node:fs';
+import { createServer } from 'node:http';
+import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
 import { dirname, join } from 'node:path';
 import { fileURLToPath } from 'node:url';
@@ -466,6 +468,26 @@ describe.skipIf(lacking !== null)(`image builds${lacking ? ` (skipped: ${lacking
     await expect(store.get('half')).rejects.toMatchObject({ code: 'NotFound' });
     writeFileSync(join(root, 'Dockerfile'), 'FROM base\nRUN echo first > /1');
     expect((await store.build({ context: root })).steps).toEqual([{ line: 2, cached: true }]);
+  });
+
+  test('RUN reaches what a network policy names, and nothing else', async () => {
+    const server = createServer((request, response) => response.end(`served ${request.url}`));
+    await new Promise<void>((resolve) => server.listen(0, '127.0.0.1', resolve));
+    const { port } = server.address() as AddressInfo;
+    const fetch = (url: string) => `RUN unset no_proxy NO_PROXY; wget -q -O /got ${url}`;
+    const network = { allow: [{ host: '127.0.0.1', ports: [port], private: true }] };
+    try {
+      const text = `FROM base\n${fetch(`http://127.0.0.1:${port}/x`)}`;
+      const { image } = await build(text, {}, { network });
+      expect(await run(`image:${image.digest}`, 'cat /got')).toBe('served /x');
+      // Without the policy it is another step, and fails.
+      await expect(build(text)).rejects.toThrow(/connect/);
+      await expect(
+        build(`FROM base\n${fetch('http://example.com/')}`, {}, { network }),
+      ).rejects.toThrow(/policy of the build refused example.com:80/);
+    } finally {
+      server.close();
+    }
   });
 
   test('a command that takes too long is ended', async () => {

@@ -304,6 +304,7 @@ export class ImageBuilder {
     const { signal, runTimeoutMs, network, onProgress } = this.#options;
     const details = ['run', argv, env, cwd, network ?? null];
     return this.#step(stage, instruction, details, workbench, async (sandbox) => {
+      const before = sandbox.networkAttempts().length;
       const result = await sandbox.exec({
         argv,
         env,
@@ -314,7 +315,13 @@ export class ImageBuilder {
       });
       this.#requireTime();
       if (result.cause !== 'exited' || result.code !== 0)
-        throw runFailure(where, argv.join(' '), result, stage.host);
+        throw runFailure(
+          where,
+          argv.join(' '),
+          result,
+          stage.host,
+          sandbox.networkAttempts().slice(before),
+        );
     });
   }
 

@@ -1,4 +1,5 @@
 import { type ExecResult, LonghaulError } from '../../../core/index.ts';
+import type { NetworkAttempt } from '../../contract.ts';
 
 interface Known {
   /** In what the step printed, or the command itself. */
@@ -51,12 +52,13 @@ const DENIED =
   /Operation not permitted|Permission denied|Invalid argument|are you root|must be root|superuser|setgroups|seteuid|setegid|cannot lock|EPERM|EACCES/i;
 const READ_ONLY = /Read-only file system|EROFS/i;
 
-/** Why a RUN step failed, with the way out where the reason is one of a sandbox's own. */
+/** Why a RUN step failed, with the way out where the reason is one of a sandbox's own. `attempts`: what it tried to reach. */
 export function runFailure(
   where: string,
   command: string,
   result: ExecResult,
   host: boolean,
+  attempts: readonly NetworkAttempt[],
 ): LonghaulError {
   const said = `${result.stdout}\n${result.stderr}`;
   const tail = (result.stderr.trim() || result.stdout.trim()).split('\n').slice(-8).join('\n');
@@ -75,6 +77,15 @@ export function runFailure(
         next: 'Install below /opt or /usr/local of an image instead, or start FROM another image.',
       },
     );
+  const refused = attempts.filter((attempt) => attempt.outcome === 'refused');
+  if (refused.length > 0) {
+    const names = [...new Set(refused.map(({ host, port }) => `${host}:${port}`))].slice(0, 10);
+    return new LonghaulError(
+      'CapabilityMissing',
+      text(`: the network policy of the build refused ${names.join(', ')}`),
+      { next: 'Allow them in `network`, or copy the files into the context.' },
+    );
+  }
   const denied = DENIED.test(said);
   const known = KNOWN.find((each, index) =>
     index === 0 ? each.pattern.test(said) : denied && each.pattern.test(`${command}\n${said}`),
