@@ -58,7 +58,7 @@ def with_account(text, line):
 def mount_lower(supervisor, lower, target):
     """An overlay of lower layers only, which nobody can write. It takes two at least."""
     options = "lowerdir=" + ":".join(lower if len(lower) > 1 else [*lower, "empty"])
-    options += ",redirect_dir=follow" if supervisor.root else ",userxattr"
+    options += ",metacopy=off,redirect_dir=follow" if supervisor.root else ",userxattr"
     mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, options)
 
 

@@ -1,9 +1,10 @@
 import { createHash } from 'node:crypto';
-import { pipeline, Readable } from 'node:stream';
+import { type Duplex, pipeline, Readable } from 'node:stream';
 import { createGunzip, createZstdDecompress } from 'node:zlib';
 import type { ArchiveFiles } from './archive-files.ts';
 import type { LayerBlob } from './oci.ts';
 import { refused } from './refused.ts';
+import { cutAtFrames } from './zstd-frames.ts';
 
 const GZIP = Buffer.from([0x1f, 0x8b]);
 const ZSTD = Buffer.from([0x28, 0xb5, 0x2f, 0xfd]);
@@ -36,13 +37,14 @@ export async function* layerTar(
     yield* source;
   }
   let plain: AsyncIterable<Uint8Array> = whole();
-  const codec = head.subarray(0, 2).equals(GZIP)
-    ? createGunzip()
-    : head.subarray(0, 4).equals(ZSTD)
-      ? createZstdDecompress()
-      : null;
+  let codec: Duplex | null = null;
+  if (head.subarray(0, 2).equals(GZIP)) codec = createGunzip();
+  else if (head.subarray(0, 4).equals(ZSTD)) {
+    codec = createZstdDecompress();
+    plain = cutAtFrames(plain);
+  }
   // Errors come out where the codec is read.
-  if (codec) plain = pipeline(Readable.from(whole(), { objectMode: false }), codec, () => {});
+  if (codec) plain = pipeline(Readable.from(plain, { objectMode: false }), codec, () => {});
   try {
     for await (const chunk of plain) {
       total += chunk.length;

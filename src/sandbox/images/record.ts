@@ -12,7 +12,7 @@ import {
   writeSync,
 } from 'node:fs';
 import { dirname, join } from 'node:path';
-import { LonghaulError } from '../../core/index.ts';
+import { attribute, LonghaulError } from '../../core/index.ts';
 import type { LayerId } from '../contract.ts';
 
 /** What an image says of the processes in it. */
@@ -87,21 +87,26 @@ const nameFile = (dir: string, name: string) =>
   join(imagesDir(dir), 'names', `${Buffer.from(imageName(name)).toString('hex')}`);
 const stepFile = (dir: string, key: string) => join(imagesDir(dir), 'steps', `${key}.json`);
 
-/** Either the old content or all of the new, after a crash too. */
+/** Either the old content or all of the new, after a crash too. `DiskFull` or `StoreReadOnly` otherwise. */
 function writeAtomically(file: string, text: string): void {
-  mkdirSync(dirname(file), { recursive: true, mode: 0o700 });
   const partial = `${file}.${randomBytes(6).toString('hex')}.partial`;
-  const fd = openSync(partial, 'wx', 0o600);
   try {
-    writeSync(fd, text);
-    fsyncSync(fd);
-  } finally {
-    closeSync(fd);
+    mkdirSync(dirname(file), { recursive: true, mode: 0o700 });
+    const fd = openSync(partial, 'wx', 0o600);
+    try {
+      writeSync(fd, text);
+      fsyncSync(fd);
+    } finally {
+      closeSync(fd);
+    }
+    renameSync(partial, file);
+    const folder = openSync(dirname(file), 'r');
+    fsyncSync(folder);
+    closeSync(folder);
+  } catch (error) {
+    rmSync(partial, { force: true });
+    throw attribute(error, 'StoreUnavailable', 'image record');
   }
-  renameSync(partial, file);
-  const folder = openSync(dirname(file), 'r');
-  fsyncSync(folder);
-  closeSync(folder);
 }
 
 function readJson<T>(file: string): T | null {

@@ -6,6 +6,7 @@ import {
   readdirSync,
   readFileSync,
   rmSync,
+  symlinkSync,
   utimesSync,
   writeFileSync,
 } from 'node:fs';
@@ -495,6 +496,22 @@ describe.skipIf(lacking !== null)(
       await expect(store.add(path)).rejects.toThrow(/2 images; it has test:1, b:2/);
       await store.add(path, { reference: 'b:2' });
       expect((await store.list())[0]!.names).toEqual(['b:2']);
+    });
+
+    test('what cannot be opened is refused with its name', async () => {
+      const folder = fresh('loop');
+      symlinkSync(folder, folder);
+      await expect(store.add(folder)).rejects.toMatchObject({ code: 'NotFound' });
+      const layout = asFolder(ociLayout(image()), fresh('links'));
+      rmSync(join(layout, 'index.json'));
+      symlinkSync('/etc/passwd', join(layout, 'index.json'));
+      // Not followed, so this is a folder of files, and not an archive.
+      const { digest } = await store.add(layout);
+      expect((await store.get(digest)).source).toBe(layout);
+      if (process.getuid?.() === 0) return;
+      const path = written('closed.tar', asTar(ociLayout(image())));
+      chmodSync(path, 0);
+      await expect(store.add(path)).rejects.toMatchObject({ code: 'FileRefused' });
     });
 
     test('an abort ends an import and leaves nothing', async () => {

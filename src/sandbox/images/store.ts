@@ -23,6 +23,7 @@ import {
   writeImage,
   writeName,
 } from './record.ts';
+import { unreadable } from './refused.ts';
 
 export interface ImageStoreOptions {
   /** Makes the layers, and gives its sandboxes to what unpacks and builds. */
@@ -53,7 +54,7 @@ export interface BuildOptions {
   /** Wall clock of one RUN. Default ten minutes. */
   runTimeoutMs?: number;
   signal?: AbortSignal;
-  /** Told of each step and of what it prints. */
+  /** Told of each step and of what it prints, as the guest printed it: nothing to send to a terminal as it is. */
   onProgress?: (text: string) => void;
 }
 
@@ -102,6 +103,14 @@ export class ImageStore {
    * nothing is left of either.
    */
   async add(source: string, options: AddOptions = {}): Promise<ImageRecord> {
+    try {
+      return await this.#add(source, options);
+    } catch (error) {
+      throw unreadable(error, source);
+    }
+  }
+
+  async #add(source: string, options: AddOptions): Promise<ImageRecord> {
     const name = options.name === undefined ? [] : [imageName(options.name)];
     if (source === 'host') return this.#keep(this.#record('host', { host: true }), name);
     const path = resolve(source);
@@ -158,7 +167,7 @@ export class ImageStore {
     const [all] = await tree.select('.');
     const entries = all!.below.map((entry) => ({ entry, to: entry.path, mode: entry.mode }));
     const content = await tree.digest(entries);
-    const record = this.#record(path, { content });
+    const record = this.#record(path, { content, platform: null });
     const known = readImage(this.#dir, record.digest);
     if (known?.layer && (await this.#driver.hasLayer(known.layer))) return this.#keep(known, names);
     const tars = [tree.tar(entries, content, (to) => to)];
@@ -217,6 +226,14 @@ export class ImageStore {
    * the steps that it finished.
    */
   async build(options: BuildOptions): Promise<BuildResult> {
+    try {
+      return await this.#build(options);
+    } catch (error) {
+      throw unreadable(error, `of ${options.context}`);
+    }
+  }
+
+  async #build(options: BuildOptions): Promise<BuildResult> {
     const name = options.name === undefined ? [] : [imageName(options.name)];
     const context = await BuildContext.open(options.context);
     const file = options.dockerfile ?? 'Dockerfile';

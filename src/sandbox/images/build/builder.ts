@@ -443,7 +443,6 @@ function imageStage(record: ImageRecord): Stage {
     ...emptyStage(record.host),
     key: sha256(`image ${record.digest}`),
     layer: record.layer,
-    platform: record.platform,
     config: structuredClone(record.config),
     history: record.history,
   };

@@ -5,7 +5,7 @@ import { directoryEntry, MODIFIED, TAR_END, tarHeader, tarPadding } from '../tar
 import type { BuildContext, ContextEntry, CopiedEntry } from './context.ts';
 import { dockerfileError, type Instruction, jsonForm } from './dockerfile.ts';
 import { hasGlob } from './glob.ts';
-import { expandWords, type Variables } from './words.ts';
+import { expandWord, expandWords, type Variables } from './words.ts';
 
 /** One COPY or ADD, its words read and nothing looked at yet. */
 export interface CopyPlan {
@@ -36,9 +36,8 @@ export function planCopy(
     if (!FLAGS.has(name) || (keyword === 'ADD' && name === 'from'))
       throw dockerfileError(line, `${keyword} --${name} is not supported`);
   const words =
-    jsonForm(instruction.rest)?.map(
-      (word) => expandWords(`"${word.replaceAll('"', '\\"')}"`, variables, escapedBy)[0]!,
-    ) ?? expandWords(instruction.rest, variables, escapedBy);
+    jsonForm(instruction.rest)?.map((word) => expandWord(word, variables, escapedBy)) ??
+    expandWords(instruction.rest, variables, escapedBy);
   const last = words.at(-1);
   if (words.length < 2 || last === undefined)
     throw dockerfileError(line, `expected ${keyword} SOURCE … TARGET`);

@@ -8,7 +8,6 @@ export interface Stage {
   key: string;
   layer: LayerId | null;
   host: boolean;
-  platform: string | null;
   config: ImageConfig;
   /** ARG variables declared so far. ENV of the same name wins. */
   args: Record<string, string>;
@@ -23,7 +22,6 @@ export function emptyStage(host: boolean): Stage {
     key: sha256(host ? 'host' : 'scratch'),
     layer: null,
     host,
-    platform: null,
     config: structuredClone(EMPTY_CONFIG),
     args: {},
     shell: DEFAULT_SHELL,
