@@ -44,9 +44,7 @@ function processesNaming(parts: string[]): number[] {
 
 /** Processes whose parent this is and whose command line names something. */
 const childrenOf = (parent: number, name: string) =>
-  processesNaming([name]).filter((pid) =>
-    readFileSync(`/proc/${pid}/status`, 'utf8').includes(`\nPPid:\t${parent}\n`),
-  );
+  processesNaming([name]).filter((pid) => parentOf(pid) === parent);
 
 async function until(condition: () => boolean, what: string): Promise<void> {
   for (let i = 0; i < 1000; i++) {

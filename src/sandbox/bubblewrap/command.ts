@@ -1,7 +1,7 @@
 import { existsSync, lstatSync, readlinkSync } from 'node:fs';
 
 /** uid and gid inside: an ordinary user, mapped to the sandbox's own uid outside. */
-const INSIDE_ID = '1000';
+export const INSIDE_ID = 1000;
 /** Descriptors that the launcher prepares (launcher.py): the filter, and where process numbers are told. */
 const FILTER_FD = '3';
 const INFO_FD = '4';
@@ -35,7 +35,7 @@ function hostRoot(own: string): string[] {
   return [
     ...systemDirectories(true),
     ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/init', '/.init'],
-    ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/d/shm`, '/dev/shm'],
+    ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/shm`, '/dev/shm'],
     ...[
       '--remount-ro',
       '/dev',
@@ -60,7 +60,7 @@ function mountedRoot(own: string, shape: RootShape): string[] {
     ...(shape.host ? systemDirectories(false) : []),
     // Below /dev, which is bubblewrap's own: nothing is left in the image.
     ...['--proc', '/proc', '--dev', '/dev', '--ro-bind', '/tmp/init', '/dev/.init'],
-    ...['--bind', `${own}/d/shm`, '/dev/shm', '--remount-ro', '/dev'],
+    ...['--bind', `${own}/shm`, '/dev/shm', '--remount-ro', '/dev'],
     ...(shape.sharedTmp ? [] : ['--bind', `${own}/tmp`, '/tmp']),
     ...(shape.writable ? [] : ['--bind', `${own}/ws`, '/workspace', '--remount-ro', '/']),
   ];
@@ -76,7 +76,7 @@ export function bubblewrapCommand(sid: string, shape: RootShape | null = null): 
     'bwrap',
     ...['--unshare-user', '--disable-userns', '--unshare-pid', '--unshare-net'],
     ...['--unshare-ipc', '--unshare-uts', '--unshare-cgroup-try'],
-    ...['--uid', INSIDE_ID, '--gid', INSIDE_ID, '--hostname', 'sandbox'],
+    ...['--uid', `${INSIDE_ID}`, '--gid', `${INSIDE_ID}`, '--hostname', 'sandbox'],
     ...['--cap-drop', 'ALL', '--new-session', '--die-with-parent', '--as-pid-1', '--clearenv'],
     ...(shape ? mountedRoot(own, shape) : hostRoot(own)),
     ...['--seccomp', FILTER_FD, '--info-fd', INFO_FD],

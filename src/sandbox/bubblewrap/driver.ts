@@ -153,7 +153,7 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!root) return 0;
     // Without id-mapped mounts (kernel before 6.3) a fork could not read its parent's layers.
     if (!idmap) return this.#uidBase;
-    const uid = this.#freeUids.shift();
+    const uid = this.#freeUids.pop();
     if (uid === undefined)
       throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use', {
         retryAfterMs: RETRY_MS,

@@ -80,7 +80,7 @@ async function copy(
   internal: boolean,
   shows: Weight | null,
 ): Promise<DurableRef> {
-  const uid = layerOwner({ uidBase }, supervisor.ready.root);
+  const uid = layerOwner(supervisor.ready, uidBase);
   const id = await supervisor.request('copy', {
     sources,
     meta: {

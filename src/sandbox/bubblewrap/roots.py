@@ -11,7 +11,7 @@ import shutil
 import stat
 import struct
 
-from mounts import LIBC, MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, mount, mount_mapped, unmount, user_namespace
+from mounts import LIBC, MS_BIND, MS_NODEV, MS_NOSUID, MS_REC, mount, unmount
 
 SYS_OPENAT2 = 437
 RESOLVE_NO_MAGICLINKS, RESOLVE_IN_ROOT = 0x02, 0x10
@@ -72,17 +72,8 @@ def chown_tree(path, uid):
 def base_of(supervisor, box):
     """What lies below everything where /usr is the host's: one tree for all, seen as the sandbox's own."""
     if not os.path.exists("base"):
-        make_base("base", 0 if supervisor.idmap or not supervisor.root else box.uid)
-    if not supervisor.idmap:
-        return "base"
-    target = "s%s/base" % box.sid
-    if target not in box.mapped:
-        if 0 not in box.namespaces:
-            box.namespaces[0] = user_namespace(0, box.uid)
-        os.mkdir(target)
-        mount_mapped("base", target, box.namespaces[0])
-        box.mapped.add(target)
-    return target
+        make_base("base", supervisor.disk_id)
+    return supervisor.view(box, "base", "vbase", supervisor.disk_id)
 
 
 def make_base(place, uid):

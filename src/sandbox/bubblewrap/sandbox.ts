@@ -21,6 +21,7 @@ import { HOST_DEFAULTS, type SandboxRoot } from './root.ts';
 import {
   adviseOn,
   type LayerRef,
+  layerOwner,
   RETRY_MS,
   type SandboxExit,
   type Supervisor,
@@ -236,7 +237,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   /** A ready sandbox takes the workspace of `stack` before anybody has used it. */
   adopt(stack: LayerStack): Promise<void> {
-    return this.enqueue(() => this.#mount(stack, { freshTmp: true, discard: this.#upper }));
+    return this.enqueue(() => this.#mount(stack, { discard: this.#upper }));
   }
 
   // What the agent's calls need
@@ -353,8 +354,13 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   // Layers
 
+  #layer(name: string): LayerRef {
+    const { supervisor, uidBase } = this.#host;
+    return { home: this.id, name, uid: layerOwner(supervisor.ready, uidBase) };
+  }
+
   #frozen(): LayerRef {
-    return { home: this.id, name: this.#upper, uid: this.uid };
+    return this.#layer(this.#upper);
   }
 
   snapshot(options: SnapshotOptions = {}): Promise<LayerId> {
@@ -406,7 +412,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       based: sources.length < stack.length,
       least: LEAST_MERGED,
     })) as number;
-    const squashed = { home: this.id, name, uid: this.uid };
+    const squashed = this.#layer(name);
     await this.#mount([squashed, ...stack.slice(merged)], { discard: this.#upper });
   }
 

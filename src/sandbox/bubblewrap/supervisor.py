@@ -50,6 +50,9 @@ from roots import close_root, lowers, open_root  # noqa: E402
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
 UID_BLOCK = 1024
+# Of the guest, as command.ts says; files of layers are stored under it.
+INSIDE_ID = 1000
+MAX_NAMESPACES = 256
 # Room beyond a sandbox's limit while its workspace is mounted: a full one gets a fresh layer too.
 HEADROOM_BYTES, HEADROOM_INODES = 1024 * 1024, 64
 
@@ -60,11 +63,10 @@ class Box:
     def __init__(self, sid, uid):
         self.sid = sid
         self.uid = uid
-        self.limit = (0, 0)
+        self.limit = self.set = (0, 0)
         self.blank = None
-        self.mapped = set()
-        self.namespaces = {}
-        self.tmp = None
+        self.views = set()  # id-mapped mounts
+        self.tmp = self.shm = None
         self.root = None
         self.network = False
         self.cgroups = []
@@ -96,10 +98,12 @@ class Supervisor:
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
         self.prefix = TRUSTED if self.root else USER
+        self.namespaces = {}
         self.store = LayerStore("layers", os.path.basename(self.owner_dir), self.prefix)
         self.idmap = self.root and self.probe_idmap("empty") and self.probe_idmap("layers")
         self.stackable = self.probe_layers()
         self.probe_overlay()
+        self.disk_id = INSIDE_ID if self.idmap else config["uidBase"] if self.root else 0
         self.discarded = 0
         self.janitor = self.start_janitor()
         self.launcher = Launcher(config, self.root, self.selector, self.answer, self.sandboxes.get)
@@ -218,9 +222,7 @@ class Supervisor:
         containers), so that forks can have uids of their own."""
         os.mkdir("probe-idmap")
         try:
-            namespace = user_namespace(0, self.first_uid)
-            mount_mapped(source, "probe-idmap", namespace)
-            os.close(namespace)
+            mount_mapped(source, "probe-idmap", self.namespace(INSIDE_ID, self.first_uid))
             unmount("probe-idmap")
             return True
         except OSError:
@@ -271,39 +273,50 @@ class Supervisor:
 
     # Workspaces
 
-    def layer_path(self, sandbox, layer):
-        """A layer's directory, seen through an id-mapped mount where it belongs to another uid."""
-        uid = sandbox.uid
-        if "durable" in layer:
-            # Mapped one by one: their folder is root's alone, and root has no rights through a mapping
-            # that leaves root out.
-            source, name, inner = "layers/%s/fs" % layer["durable"], layer["durable"], ""
-        else:
-            source, name, inner = "s%s/d" % layer["home"], layer["home"], "/" + layer["name"]
-        if not self.idmap or layer["uid"] == uid:
-            return source + inner
-        target = "s%s/m%s" % (sandbox.sid, name)
-        if target not in sandbox.mapped:
-            if layer["uid"] not in sandbox.namespaces:
-                sandbox.namespaces[layer["uid"]] = user_namespace(layer["uid"], uid)
+    def namespace(self, stored, uid):
+        """Of a mapping that shows what is stored under one id as another's; root stays root, for overlayfs."""
+        if (stored, uid) not in self.namespaces:
+            if len(self.namespaces) >= MAX_NAMESPACES:
+                os.close(self.namespaces.pop(next(iter(self.namespaces))))
+            self.namespaces[stored, uid] = user_namespace([(0, 0), (stored, uid)])
+        return self.namespaces[stored, uid]
+
+    def view(self, sandbox, source, name, stored):
+        """A directory as it looks to a sandbox's uid. Where mounts cannot be id-mapped: as it is."""
+        if not self.idmap:
+            return source
+        target = "s%s/%s" % (sandbox.sid, name)
+        if target not in sandbox.views:
             os.mkdir(target)
-            mount_mapped(source, target, sandbox.namespaces[layer["uid"]])
-            sandbox.mapped.add(target)
-        return target + inner
+            mount_mapped(source, target, self.namespace(stored, sandbox.uid))
+            sandbox.views.add(target)
+        return target
+
+    def forget_views(self, sandbox, names):
+        """Overlayfs has taken what it needs of them."""
+        for name in names:
+            target = "s%s/%s" % (sandbox.sid, name)
+            if target in sandbox.views:
+                unmount(target)
+                os.rmdir(target)
+                sandbox.views.discard(target)
+
+    def layer_path(self, sandbox, layer):
+        if "durable" in layer:
+            view = self.view(sandbox, "layers", "v%d" % layer["uid"], layer["uid"])
+            return "%s/%s/fs" % (view, layer["durable"])
+        return "%s/%s" % (self.view(sandbox, "s%s/d" % layer["home"], "v" + layer["home"], layer["uid"]), layer["name"])
 
     def op_open(self, request):
         sid, uid = request["sid"], request["uid"]
         top = "s%s" % sid
         os.mkdir(top, 0o755)
-        for name in ("ws", "tmp", "d"):
+        for name in ("ws", "tmp", "shm", "d"):
             os.mkdir("%s/%s" % (top, name), 0o755)
         sandbox = self.sandboxes[sid] = Box(sid, uid)
-        sandbox.limit = (request["bytes"], request["inodes"])
+        sandbox.limit = sandbox.set = (request["bytes"], request["inodes"])
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
-        os.mkdir(top + "/d/shm", 0o700)
-        os.chmod(top + "/d/shm", 0o1777)
-        os.chown(top + "/d/shm", uid, uid)
 
     def op_root(self, request):
         """Says what the sandbox's root is made of, and mounts it where it is not the workspace."""
@@ -337,13 +350,12 @@ class Supervisor:
 
     def mount_workspace(self, request):
         sandbox = self.sandboxes[request["sid"]]
-        top, uid = "s%s" % request["sid"], sandbox.uid
+        top = "s%s" % request["sid"]
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
-        used = self.used(sandbox)
-        self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        used = self.make_room(sandbox)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
         os.mkdir(upper, 0o755)
-        os.chown(upper, uid, uid)
+        os.chown(upper, self.disk_id, self.disk_id)
         os.mkdir(work, 0o700)
         unmount(top + "/ws")
         below = os.stat(lower[0])
@@ -353,18 +365,14 @@ class Supervisor:
             os.utime(upper, ns=(below.st_atime_ns, below.st_mtime_ns))
         if sandbox.root and sandbox.root["writable"]:
             lower = lowers(self, sandbox, lower if request["lower"] else [])
-        self.overlay(lower, upper, work, top + "/ws")
+        own = self.view(sandbox, top + "/d", "v" + sandbox.sid, self.disk_id)
+        self.overlay(lower, *("%s/%s" % (own, os.path.basename(path)) for path in (upper, work)), top + "/ws")
+        homes = {"v" + layer["home"] for layer in request["lower"] if "home" in layer}
+        self.forget_views(sandbox, homes - {"v" + sandbox.sid})
         sandbox.blank = self.look(upper)
         if request.get("freshTmp") or not sandbox.tmp:
-            fresh = "%s/d/tmp-%s" % (top, request["upper"])
-            os.mkdir(fresh)
-            os.chown(fresh, uid, uid)
-            os.chmod(fresh, 0o1777)
-            unmount(top + "/tmp")
-            mount(fresh, top + "/tmp", None, MS_BIND)
-            if sandbox.tmp:
-                self.discard(sandbox.tmp)
-            sandbox.tmp = fresh
+            sandbox.tmp = self.renew(sandbox, "tmp", sandbox.tmp, request["upper"])
+            sandbox.shm = self.renew(sandbox, "shm", sandbox.shm, request["upper"])
         if request.get("discard"):
             self.discard("%s/d/%s" % (top, request["discard"]))
             self.discard("%s/d/work-%s" % (top, request["discard"]))
@@ -386,14 +394,36 @@ class Supervisor:
         self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
         return NotImplemented
 
+    def renew(self, sandbox, name, old, tag):
+        """An empty directory in place of what /tmp or /dev/shm held. Neither is ever in a layer."""
+        place = "s%s/%s" % (sandbox.sid, name)
+        fresh = "s%s/d/%s-%s" % (sandbox.sid, name, tag)
+        os.mkdir(fresh)
+        os.chown(fresh, sandbox.uid, sandbox.uid)
+        os.chmod(fresh, 0o1777)
+        unmount(place)
+        mount(fresh, place, None, MS_BIND)
+        if old:
+            self.discard(old)
+        return fresh
+
     def limit(self, sandbox, more_bytes=0, more_inodes=0):
         """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
-        place = "s%s/d" % sandbox.sid
         used = self.used(sandbox)
         size, inodes = (max(pair) for pair in zip(sandbox.limit, (used["bytes"], used["inodes"])))
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
-              "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
+        wanted = (size + more_bytes, inodes + more_inodes)
+        if wanted != sandbox.set:
+            mount("tmpfs", "s%s/d" % sandbox.sid, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
+                  "size=%d,nr_inodes=%d" % wanted)
+            sandbox.set = wanted
         return (size, inodes) == sandbox.limit
+
+    def make_room(self, sandbox):
+        """For a fresh layer, where the guest has left none."""
+        used = self.used(sandbox)
+        if used["bytes"] + HEADROOM_BYTES > sandbox.set[0] or used["inodes"] + HEADROOM_INODES > sandbox.set[1]:
+            self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        return used
 
     def used(self, sandbox):
         info = os.statvfs("s%s/d" % sandbox.sid)
@@ -535,11 +565,12 @@ class Supervisor:
         sandbox = self.sandboxes[request["sid"]]
         target = "s%s/d/%s" % (request["sid"], request["name"])
         sources = [self.source(layer, request["sid"]) for layer in request["sources"]]
+        sandbox.set = (0, 0)  # the job sets another, in a process of its own
 
         def job():
             count = tier(sources, request["least"])
             based = request["based"] or count < len(sources)
-            merge = Merge(sources[:count], target, sandbox.uid, self.prefix, based, None)
+            merge = Merge(sources[:count], target, self.disk_id, self.prefix, based, None)
             # Nothing of the guest runs meanwhile. The next mount sets the limit again.
             self.limit(sandbox, 1 << 50, 1 << 30)
             try:
@@ -575,16 +606,10 @@ class Supervisor:
         if sandbox.pid:
             os.kill(sandbox.pid, signal.SIGKILL)
         top = "s%s" % sid
-        unmount(top + "/ws")
-        unmount(top + "/tmp")
+        for name in ("ws", "tmp", "shm"):
+            unmount("%s/%s" % (top, name))
         close_root(sandbox)
-        for target in sandbox.mapped:
-            unmount(target)
-            os.rmdir(target)
-        sandbox.mapped.clear()
-        for namespace in sandbox.namespaces.values():
-            os.close(namespace)
-        sandbox.namespaces.clear()
+        self.forget_views(sandbox, [os.path.basename(target) for target in sandbox.views])
         if request.get("keep"):
             for name in os.listdir(top + "/d"):
                 if name not in request["keep"]:
@@ -599,12 +624,13 @@ class Supervisor:
     def op_bare(self, request):
         """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
         top = "s%s" % request["sid"]
-        unmount(top + "/ws")
-        unmount(top + "/tmp")
+        for name in ("ws", "tmp", "shm"):
+            unmount("%s/%s" % (top, name))
         sandbox = self.sandboxes[request["sid"]]
-        if sandbox.tmp:
-            self.discard(sandbox.tmp)
-        sandbox.tmp = None
+        for old in (sandbox.tmp, sandbox.shm):
+            if old:
+                self.discard(old)
+        sandbox.tmp = sandbox.shm = None
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])

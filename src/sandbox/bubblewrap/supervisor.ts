@@ -16,6 +16,7 @@ import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
 import { type ErrorCode, LonghaulError } from '../../core/index.ts';
 import { type CgroupHost, makeOwnerGroups, ownerGroups } from './cgroup.ts';
+import { INSIDE_ID } from './command.ts';
 import { initProgram } from './init.ts';
 import { hostArchitecture, seccompFilter } from './seccomp.ts';
 
@@ -50,9 +51,14 @@ export interface SupervisorOptions {
   uidBase: number;
 }
 
-/** Owner of durable layers: the first uid of the range, which no sandbox ever gets. */
-export const layerOwner = (options: { uidBase: number }, root: boolean) =>
-  root ? options.uidBase : 0;
+/**
+ * Owner of the files of layers, as they are stored. Where mounts can be id-mapped it is the same for all,
+ * and each sandbox sees them as its own; the folder around them is root's alone.
+ */
+export function layerOwner(ready: SupervisorReady, uidBase: number): number {
+  if (!ready.root) return 0;
+  return ready.idmap ? INSIDE_ID : uidBase;
+}
 
 const UID_BLOCKS = 64;
 const ETC = {
