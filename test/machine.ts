@@ -32,6 +32,18 @@ export const NEEDS: readonly Need[] = [
     present: () => runs('python3', '--version'),
     install: () => ['apt-get', 'install', '-y', '--no-install-recommends', 'python3'],
   },
+  ...[
+    { name: 'busybox-static', program: 'busybox', without: 'images with a root of their own' },
+    { name: 'runc', program: 'runc', without: 'OCI sandboxes by runc' },
+    { name: 'crun', program: 'crun', without: 'OCI sandboxes by crun' },
+    { name: 'runsc', program: 'runsc', without: 'OCI sandboxes by gVisor' },
+    { name: 'qemu-system-x86', program: 'qemu-system-x86_64', without: 'virtual machines' },
+  ].map(({ name, program, without }) => ({
+    name,
+    without,
+    present: () => runs(program, program === 'busybox' ? 'true' : '--version'),
+    install: () => ['apt-get', 'install', '-y', '--no-install-recommends', name],
+  })),
   {
     name: 'a small local model (node-llama-cpp + SmolLM2)',
     without: 'the tests of the llama-cpp driver with a real model',

@@ -6,7 +6,8 @@ export interface SandboxSpec {
   /**
    * The read-only root file system. `host`: the machine's own system directories. `dir:PATH`: a
    * directory tree. `image:DIGEST`: an image of the image store (see images/), which also makes them of
-   * OCI layouts, `docker save` archives and Dockerfiles.
+   * OCI layouts, `docker save` archives and Dockerfiles. `rootfs:DIGEST`: such an image as the workspace
+   * itself, so that every path can be written and is part of layers.
    */
   image: string;
   /**

@@ -1,6 +1,7 @@
 export { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
 export * from './contract.ts';
 export { examineLimits, type LimitFinding } from './examine.ts';
+export * from './images/index.ts';
 export { durableLayers, examineMachine, type MachineFinding } from './machine.ts';
 export {
   type OpenedSandboxes,
