@@ -72,6 +72,31 @@ def pack(root, fd):
         archive.close()
 
 
+def clear(root):
+    """Empties a folder, whatever its folders permit: they are the caller's own. Nested ones are moved up
+    first, so that no depth is too deep."""
+    root = os.fsencode(root)
+    queue = [os.path.join(root, name) for name in os.listdir(root)]
+    moved = 0
+    while queue:
+        path = queue.pop()
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            continue
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            below = os.path.join(path, name)
+            if not stat.S_ISDIR(os.lstat(below).st_mode):
+                os.unlink(below)
+                continue
+            os.chmod(below, 0o700)
+            while os.path.lexists(aside := os.path.join(root, b".clear-%d" % moved)):
+                moved += 1
+            os.rename(below, aside)
+            queue.append(aside)
+        os.rmdir(path)
+
+
 def unpack(fd, whiteouts):
     """Into the current folder. `whiteouts`: members `.wh.NAME` delete, as in layers of OCI images."""
     count = 0

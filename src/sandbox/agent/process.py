@@ -98,6 +98,10 @@ def write_all(fd, data):
 
 def become_process(pipes, control, ready, config):
     """Waits for work and does it: a program, a snippet, or an archive. Never returns."""
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    if "guest" in config:
+        os.setresuid(*[config["guest"]] * 3)
     os.setsid()
     for fd, pipe in enumerate(pipes):
         os.dup2(pipe[0 if fd == 0 else 1], fd)
@@ -231,11 +235,13 @@ def exit_code(value):
 
 
 def run_archive(header):
-    """Writes a tree to standard output, or unpacks one from standard input."""
+    """Writes a tree to standard output, unpacks one from standard input, or empties a folder."""
     try:
         os.chdir(header["path"])
         if header["kind"] == "pack":
             archive.pack(".", 1)
+        elif header["kind"] == "clear":
+            archive.clear(".")
         else:
             archive.unpack(0, header.get("whiteouts", False))
     except archive.Refused as error:
