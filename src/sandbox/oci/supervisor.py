@@ -21,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(os.path.dirname(HERE), "bubblewrap"))
@@ -105,7 +106,7 @@ def remove_group(path):
         except OSError as error:
             if error.errno != errno.EBUSY:
                 return
-        signal.sigtimedwait([], 0.01)
+        time.sleep(0.01)
 
 
 def own_groups(owner):
