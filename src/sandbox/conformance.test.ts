@@ -4,6 +4,7 @@ import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
 import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
+import { OCI_RUNTIMES, OciDriver, probeOci } from './oci/index.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
 
@@ -21,6 +22,12 @@ if (probe.ok) {
     open: () => BubblewrapDriver.open({ ...bubblewrapOptions, cgroups: false }),
   });
 } else test.skip(`bubblewrap: ${probe.reason}`);
+for (const runtime of OCI_RUNTIMES) {
+  const options = { dir: join(home, runtime), runtime, warm: 0 };
+  const runs = await probeOci(options);
+  if (runs.ok) drivers.push({ name: runtime, open: () => OciDriver.open(options) });
+  else test.skip(`${runtime}: ${runs.reason}`);
+}
 
 afterAll(() => rmSync(home, { recursive: true, force: true }));
 

@@ -604,6 +604,8 @@ def main():
         signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for process 1
     limit(config["limits"])
     os.chdir("/")
+    for fd in (0, 1):
+        os.set_blocking(fd, True)  # gVisor takes over what its own end of the connection needed
 
     def kill_all():
         try:

@@ -229,10 +229,7 @@ export function bundleConfig(options: BundleOptions): Record<string, unknown> {
           pids: { limit: spec.pids + 2 },
         },
       }),
-      seccomp: ociSeccomp(
-        hostArchitecture()!,
-        runtime.isolation === 'gvisor' ? 'own-kernel' : 'host-kernel',
-      ),
+      seccomp: ociSeccomp(hostArchitecture()!, runtime.isolation === 'gvisor' ? 'gvisor' : 'linux'),
       maskedPaths: MASKED,
       readonlyPaths: READ_ONLY,
     },

@@ -12,8 +12,9 @@ const ENOSYS = 38;
 const EAFNOSUPPORT = 97;
 const ERRNO = 'SCMP_ACT_ERRNO';
 const ALLOW = 'SCMP_ACT_ALLOW';
+const TRACE = 'SCMP_ACT_TRACE';
 
-type Action = typeof ERRNO | typeof ALLOW;
+type Action = typeof ERRNO | typeof ALLOW | typeof TRACE;
 
 interface OciArgument {
   index: number;
@@ -135,31 +136,26 @@ const ARCHITECTURES = {
 } as const;
 
 /**
- * `own-kernel`: for a runtime whose guests never call the host's kernel. gVisor gives every refused call
- * EPERM, and programs need ENOSYS of calls that are not there: so only what is refused is listed, and what
- * is left is for gVisor's own kernel to answer.
+ * `gvisor`: releases up to 2023 give every refused call EPERM, whatever `errnoRet` says, and programs need
+ * ENOSYS of calls that are not there. That is what a call to be traced gives where nothing traces
+ * (seccomp(2)).
  */
 export function ociSeccomp(
   architecture: keyof typeof ARCHITECTURES,
-  against: 'host-kernel' | 'own-kernel',
+  kernel: 'linux' | 'gvisor',
 ): OciSeccomp {
   const { column, name } = ARCHITECTURES[architecture];
   const present = (table: Readonly<Record<string, SyscallNumbers>>) =>
     Object.keys(table).filter((call) => table[call]![column] !== null);
-  const refused: OciSyscall = { names: present(DENIED), action: ERRNO, errnoRet: EPERM };
-  const byArguments = present(CONDITIONAL).flatMap((call) =>
-    conditional(call as keyof typeof CONDITIONAL),
-  );
-  if (against === 'own-kernel')
-    return {
-      defaultAction: ALLOW,
-      architectures: [name],
-      syscalls: [refused, ...byArguments.filter(({ action }) => action === ERRNO)],
-    };
   return {
-    defaultAction: ERRNO,
-    defaultErrnoRet: ENOSYS,
+    ...(kernel === 'gvisor'
+      ? { defaultAction: TRACE }
+      : { defaultAction: ERRNO, defaultErrnoRet: ENOSYS }),
     architectures: [name],
-    syscalls: [{ names: present(ALLOWED), action: ALLOW }, refused, ...byArguments],
+    syscalls: [
+      { names: present(ALLOWED), action: ALLOW },
+      { names: present(DENIED), action: ERRNO, errnoRet: EPERM },
+      ...present(CONDITIONAL).flatMap((call) => conditional(call as keyof typeof CONDITIONAL)),
+    ],
   };
 }

@@ -211,7 +211,8 @@ class Supervisor:
                 with open("/proc/self/" + name, "w") as file:
                     file.write(text)
         mount(None, "/", None, MS_REC | MS_PRIVATE)
-        mount("tmpfs", BASE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=256m,nr_inodes=200k")
+        # No flags: a runtime in a user namespace could not take them off for the read-only root it makes of it.
+        mount("tmpfs", BASE, "tmpfs", 0, "mode=755,size=256m,nr_inodes=200k")
         for name, text in self.config["agent"].items():
             path = os.path.join(BASE, "agent", name)
             os.makedirs(os.path.dirname(path), 0o755, exist_ok=True)
