@@ -1,8 +1,13 @@
-import { mkdtempSync, rmSync } from 'node:fs';
+import { mkdtempSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
+import { createServer } from 'node:http';
+import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
+import { Readable } from 'node:stream';
+import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
+import type { NetworkPolicy } from './contract.ts';
 import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
 import { OCI_RUNTIMES, OciDriver, probeOci } from './oci/index.ts';
 
@@ -286,6 +291,289 @@ describe.each(drivers)('$name', ({ open }) => {
     });
   });
 
+  const commands = () => driver.capabilities.exec;
+  const lacks = (what: Promise<unknown>) =>
+    expect(what).rejects.toMatchObject({ code: 'CapabilityMissing' });
+
+  test('output comes as it is printed, both streams apart', async () => {
+    const sandbox = await driver.create();
+    if (commands()) {
+      const seen: string[] = [];
+      const first = Promise.withResolvers<void>();
+      const running = sandbox.exec({
+        argv: ['sh', '-c', 'mkfifo go.fifo; echo one; read x < go.fifo; echo two >&2; echo three'],
+        onOutput: (stream, chunk) => {
+          seen.push(`${stream} ${text(chunk)}`);
+          first.resolve();
+        },
+        timeoutMs: 20_000,
+      });
+      const refused = expect(running).rejects.toMatchObject({ code: 'SandboxBroken' });
+      await first.promise;
+      expect(seen).toEqual(['stdout one\n']);
+      await sandbox.stop();
+      await refused;
+    }
+    await sandbox.stop();
+  });
+
+  test('an aborted command is killed with all it started, and the sandbox goes on', async () => {
+    const sandbox = await driver.create();
+    if (commands()) {
+      const abort = new AbortController();
+      const running = sandbox.exec({
+        argv: ['sh', '-c', 'trap "" TERM; sleep 100 & setsid sleep 101 & echo up; wait; sleep 102'],
+        onOutput: () => abort.abort(),
+        signal: abort.signal,
+      });
+      expect(await running).toMatchObject({ cause: 'killed', signal: 'SIGKILL', stdout: 'up\n' });
+      expect(await sandbox.snapshot()).toMatch(/./); // would be SandboxBusy
+      const never = await sandbox.exec({ argv: ['touch', 'made'], signal: abort.signal });
+      expect(never.cause).toBe('killed');
+      await expect(sandbox.stat('made')).rejects.toMatchObject({ code: 'NotFound' });
+    }
+    await sandbox.stop();
+  });
+
+  test('a started process goes on beside other calls, reads, is signalled and tells its end', async () => {
+    const sandbox = await driver.create();
+    const script =
+      'trap "echo bye; exit 7" TERM; while read -r x; do echo "got $x"; done; echo eof; sleep 0.05; while :; do sleep 0.01; done';
+    const request = { argv: ['sh', '-c', script] };
+    if (!driver.capabilities.processes) await lacks(sandbox.start(request));
+    else {
+      let heard = '';
+      const said = async (what: string) => {
+        while (!heard.includes(what)) await sleep(5);
+      };
+      const process = await sandbox.start({
+        ...request,
+        onOutput: (_, chunk) => {
+          heard += text(chunk);
+        },
+      });
+      await process.write('a\nb\n');
+      await said('got b');
+      await sandbox.writeFile('beside', '1');
+      expect((await sandbox.exec({ argv: ['cat', 'beside'] })).stdout).toBe('1');
+      await expect(sandbox.snapshot()).rejects.toMatchObject({ code: 'SandboxBusy' });
+      await process.end();
+      await said('eof');
+      await expect(process.write('late')).rejects.toMatchObject({ code: 'FileRefused' });
+      await process.kill('SIGTERM');
+      expect(await process.exited).toMatchObject({
+        cause: 'exited',
+        code: 7,
+        stdout: 'got a\ngot b\neof\nbye\n',
+      });
+      await process.kill(); // gone: no error
+      const endless = await sandbox.start({ argv: ['sleep', '100'] });
+      await sandbox.snapshot({ onBusy: 'stop' });
+      expect(await endless.exited).toMatchObject({ cause: 'killed', signal: 'SIGKILL' });
+      const timed = await sandbox.start({ argv: ['sleep', '100'], timeoutMs: 50 });
+      expect(await timed.exited).toMatchObject({ cause: 'timeout' });
+      const refused = await sandbox.start({ argv: ['no-such-program'] });
+      expect(await refused.exited).toMatchObject({ code: 127 });
+    }
+    await sandbox.stop();
+  });
+
+  test('parts of files, their state, and names that are not text', async () => {
+    const sandbox = await driver.create();
+    await sandbox.writeFile('digits', '0123456789');
+    expect(text(await sandbox.readFile('digits', { offset: 3, limit: 4 }))).toBe('3456');
+    expect(text(await sandbox.readFile('digits', { offset: 20 }))).toBe('');
+    const stat = await sandbox.stat('digits');
+    expect(stat).toMatchObject({ kind: 'file', bytes: 10 });
+    expect(Math.abs(stat.modifiedMs - Date.now())).toBeLessThan(3_600_000);
+    expect(await sandbox.stat('.')).toMatchObject({ kind: 'directory' });
+    await expect(sandbox.stat('none')).rejects.toMatchObject({ code: 'NotFound' });
+    const raw = Uint8Array.of(0x61, 0xff, 0xfe, 0x62);
+    await sandbox.writeFile(raw, 'odd');
+    const entry = (await sandbox.listFiles('.')).find((each) => each.rawName !== undefined);
+    expect(entry).toMatchObject({ kind: 'file', bytes: 3, rawName: raw });
+    expect(entry!.name).toContain('\uFFFD');
+    expect(text(await sandbox.readFile(entry!.rawName!))).toBe('odd');
+    if (commands()) {
+      await sandbox.exec({ argv: ['sh', '-c', 'ln -s /etc/passwd link; chmod 751 digits'] });
+      expect(await sandbox.stat('link')).toMatchObject({ kind: 'symlink', target: '/etc/passwd' });
+      expect((await sandbox.stat('digits')).mode).toBe(0o751);
+    }
+    await sandbox.stop();
+  });
+
+  test('a symlink that points outward leads to the sandbox’s own files, for every call', async () => {
+    const sandbox = await driver.create();
+    const outside = join(home, 'outside');
+    writeFileSync(outside, 'host');
+    if (commands()) {
+      await sandbox.exec({ argv: ['sh', '-c', `ln -s ${outside} out; ln -s ${home} folder`] });
+      await expect(sandbox.readFile('out')).rejects.toMatchObject({ code: 'NotFound' });
+      await expect(sandbox.listFiles('folder')).rejects.toMatchObject({ code: 'NotFound' });
+      await sandbox.writeFile('out', 'guest').catch(() => {});
+      await sandbox.writeFile('folder/outside', 'guest').catch(() => {});
+    }
+    await sandbox.writeFile(`../../../..${outside}`, 'guest').catch(() => {});
+    await sandbox.writeFile(outside, 'guest').catch(() => {});
+    expect(readFileSync(outside, 'utf8')).toBe('host');
+    await sandbox.stop();
+  });
+
+  test('paused, it does nothing and refuses calls; resumed, it goes on where it was', async () => {
+    const sandbox = await driver.create();
+    if (driver.capabilities.pause === 'none') await lacks(sandbox.pause());
+    else {
+      const counter = await sandbox.start({
+        argv: ['sh', '-c', 'while :; do echo x >> ticks; sleep 0.01; done'],
+      });
+      while ((await sandbox.listFiles('.')).length === 0) await sleep(5);
+      await sandbox.pause();
+      await expect(sandbox.readFile('ticks')).rejects.toMatchObject({ code: 'SandboxBusy' });
+      await sandbox.resume();
+      await sandbox.resume();
+      const { bytes } = await sandbox.stat('ticks');
+      while ((await sandbox.stat('ticks')).bytes === bytes) await sleep(5);
+      await counter.kill();
+      await sandbox.pause();
+    }
+    await sandbox.stop(); // also while it is paused
+  });
+
+  test('secrets are readable inside, and in no layer', async () => {
+    const sandbox = await driver.create();
+    const read = () => sandbox.readFile('/run/secrets/token').then(text);
+    await sandbox.putSecrets({ token: 's3cret' });
+    expect(await read()).toBe('s3cret');
+    await expect(sandbox.putSecrets({ '../x': 'y' })).rejects.toMatchObject({
+      code: 'ConfigInvalid',
+    });
+    const layer = await sandbox.snapshot();
+    await sandbox.rollback(layer);
+    await expect(read()).rejects.toMatchObject({ code: 'NotFound' });
+    await sandbox.putSecrets({ token: 's3cret' });
+    const [fork] = await sandbox.fork(1);
+    await expect(fork!.readFile('/run/secrets/token')).rejects.toMatchObject({ code: 'NotFound' });
+    await Promise.all([sandbox.stop(), fork!.stop()]);
+  });
+
+  test('a network policy lets its hosts through, records every attempt, and keeps secrets outside', async () => {
+    const server = createServer((request, response) => {
+      response.end(
+        `${request.url} ${request.headers.authorization === 'Bearer k3y-0123456789' ? 'known' : 'unknown'}`,
+      );
+    });
+    await new Promise<void>((resolve) => server.listen(0, '127.0.0.1', resolve));
+    const { port } = server.address() as AddressInfo;
+    process.env.CONFORMANCE_KEY = 'k3y-0123456789';
+    const network: NetworkPolicy = {
+      allow: [
+        {
+          host: '127.0.0.1',
+          ports: [port],
+          private: true,
+          inject: { authorization: { env: 'CONFORMANCE_KEY', prefix: 'Bearer ' } },
+        },
+      ],
+    };
+    try {
+      if (driver.capabilities.network === 'none') return await lacks(driver.create({ network }));
+      await expect(driver.create({ network: { allow: [{ host: 'a b' }] } })).rejects.toMatchObject({
+        code: 'ConfigInvalid',
+      });
+      const sandbox = await driver.create({ network });
+      const fetch = (url: string) => `
+import os, urllib.request
+for name in ("no_proxy", "NO_PROXY"): del os.environ[name]  # the server here is on the loopback
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({"http": os.environ["HTTP_PROXY"]}))
+try: print(opener.open("${url}", timeout=10).read().decode())
+except Exception as error: print(error, getattr(error, "read", lambda: "")())
+print("k3y-0123456789" in str(os.environ))
+`;
+      const python = (source: string) =>
+        sandbox.exec({ argv: ['python3', '-c', source], timeoutMs: 20_000 });
+      const url = `http://127.0.0.1:${port}/path`;
+      expect((await python(fetch(url))).stdout).toBe('/path known\nFalse\n');
+      expect((await python(fetch('http://example.com/'))).stdout).toMatch(/403/);
+      const direct = `import socket; socket.create_connection(("127.0.0.1", ${port}), 5)`;
+      expect((await python(direct)).stderr).toMatch(/refused|unreachable/i);
+      const seen = sandbox.networkAttempts().map(({ host, outcome }) => `${host} ${outcome}`);
+      expect(seen).toEqual(['127.0.0.1 allowed', 'example.com refused']);
+      const [fork] = await sandbox.fork(1);
+      expect((await fork!.exec({ argv: ['python3', '-c', fetch(url)] })).stdout).toContain('known');
+      expect(fork!.networkAttempts()).toHaveLength(1);
+      await Promise.all([sandbox.stop(), fork!.stop()]);
+    } finally {
+      delete process.env.CONFORMANCE_KEY;
+      server.close();
+    }
+  });
+
+  test('what the guest runs into is told with what the kernel counted', async () => {
+    const sandbox = await driver.create({ memoryBytes: 96 * 1024 * 1024, pids: 24 });
+    if (commands()) {
+      const bomb = await sandbox.exec({
+        argv: ['sh', '-c', 'i=0; while [ $i -lt 80 ]; do sleep 5 & i=$((i+1)); done; echo done'],
+      });
+      if (driver.capabilities.pids === 'cgroup') expect(bomb.limitsHit).toContain('pids');
+      else expect(bomb.stdout + bomb.stderr).toMatch(/fork|retry|unavailable/i);
+      await sandbox.snapshot({ onBusy: 'stop' });
+      expect(await sandbox.exec({ argv: ['echo', 'well'] })).toMatchObject({ stdout: 'well\n' });
+    }
+    await sandbox.stop();
+  });
+
+  test('a layer travels as an archive, and a broken archive is refused', async () => {
+    const sandbox = await driver.create();
+    await sandbox.writeFile('deep/er/file', Buffer.alloc(300_000, 'abc'));
+    await sandbox.writeFile('new\nline', 'odd');
+    if (commands())
+      await sandbox.exec({
+        argv: ['sh', '-c', 'ln -s /etc/passwd link; ln new* hard; mkdir empty; chmod 700 deep'],
+      });
+    const layer = await sandbox.snapshot({ durable: true });
+    await sandbox.stop();
+    const chunks: Buffer[] = [];
+    for await (const chunk of await driver.exportLayer(layer)) chunks.push(chunk as Buffer);
+    const archive = Buffer.concat(chunks);
+    expect(archive.readUInt32LE(0)).toBe(0xfd2fb528); // zstd
+    const imported = await driver.importLayer(Readable.from([archive]));
+    const copy = await driver.create({}, imported);
+    expect((await copy.readFile('deep/er/file')).length).toBe(300_000);
+    expect(text(await copy.readFile('new\nline'))).toBe('odd');
+    if (commands()) {
+      const { stdout } = await copy.exec({
+        argv: ['sh', '-c', 'readlink link; stat -c %h hard; stat -c %a deep; ls -d empty'],
+      });
+      expect(stdout).toBe('/etc/passwd\n2\n700\nempty\n');
+    }
+    await copy.stop();
+    for (const bad of [
+      archive.subarray(0, archive.length - 20),
+      Buffer.from('no archive'),
+      Buffer.alloc(0),
+    ])
+      await expect(driver.importLayer(Readable.from([bad]))).rejects.toMatchObject({
+        code: 'FileRefused',
+      });
+    await expect(driver.exportLayer('d-000000000000000000000000')).rejects.toMatchObject({
+      code: 'NotFound',
+    });
+    await driver.dropLayer(layer);
+    await driver.dropLayer(imported);
+  });
+
+  test('pruning leaves what is named, in use or young', async () => {
+    const sandbox = await driver.create();
+    await sandbox.writeFile('a', '1');
+    const layer = await sandbox.snapshot({ durable: true });
+    await sandbox.stop();
+    const report = await driver.prune(async () => new Set([layer]));
+    expect(report.removed).not.toContain(layer);
+    expect((await driver.prune(async () => new Set())).removed).not.toContain(layer); // young
+    expect(await driver.hasLayer(layer)).toBe(true);
+    await driver.dropLayer(layer);
+  });
+
   test('usage counts', async () => {
     const sandbox = await driver.create();
     await sandbox.writeFile('a', Buffer.alloc(100_000));
@@ -294,6 +582,7 @@ describe.each(drivers)('$name', ({ open }) => {
     expect(usage.cpuSeconds).toBeGreaterThan(0.02);
     expect(usage.diskBytes).toBeGreaterThanOrEqual(100_000);
     expect(usage.wallSeconds).toBeGreaterThan(0);
+    if (driver.capabilities.pids === 'cgroup') expect(usage.pids).toBe(0);
     await sandbox.stop();
   });
 });

@@ -42,6 +42,12 @@ function processesNaming(parts: string[]): number[] {
     });
 }
 
+/** Processes whose parent this is and whose command line names something. */
+const childrenOf = (parent: number, name: string) =>
+  processesNaming([name]).filter((pid) =>
+    readFileSync(`/proc/${pid}/status`, 'utf8').includes(`\nPPid:\t${parent}\n`),
+  );
+
 async function until(condition: () => boolean, what: string): Promise<void> {
   for (let i = 0; i < 1000; i++) {
     if (condition()) return;
@@ -186,6 +192,41 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     const next = await driver.create({}, saved);
     expect((await next.exec({ argv: ['echo', 'hi'] })).stdout).toBe('hi\n');
     await sandbox.stop();
+    await driver.close();
+  });
+
+  test('an idle sandbox lets its interpreter go, keeps its files, and wakes', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'idle'), warm: 0, idleMs: 100 });
+    const sandbox = await driver.create();
+    await sandbox.writeFile('a', 'kept');
+    await sandbox.exec({ argv: ['sh', '-c', 'echo > /tmp/b'] });
+    const [zygote] = childrenOf(driver.supervisorPid, 'zygote.py');
+    const agents = () => childrenOf(zygote!, 'zygote.py').length;
+    await until(() => agents() === 0, 'the interpreter goes');
+    const [result] = await sandbox.runCode([
+      { language: 'python', source: 'print(open("a").read(), open("/tmp/b").read())' },
+    ]);
+    expect(result!.stdout).toBe('kept \n\n');
+    // A process of the guest keeps it awake.
+    const sleeper = await sandbox.start({ argv: ['sleep', '1000'] });
+    await sleep(400);
+    expect(agents()).toBeGreaterThan(0);
+    await sleeper.kill();
+    await driver.close();
+  });
+
+  test('a killed zygote breaks its sandboxes, blames no guest, and the next create works', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'zygote'), warm: 0 });
+    const sandbox = await driver.create();
+    const running = expect(sandbox.exec({ argv: ['sleep', '30'] })).rejects.toMatchObject({
+      code: 'SandboxBroken',
+    });
+    await sleep(100);
+    for (const pid of childrenOf(driver.supervisorPid, 'zygote.py')) process.kill(pid, 'SIGKILL');
+    await running;
+    await sandbox.stop();
+    const next = await driver.create();
+    expect((await next.exec({ argv: ['echo', 'up'] })).stdout).toBe('up\n');
     await driver.close();
   });
 

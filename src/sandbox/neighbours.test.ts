@@ -3,6 +3,7 @@ import { mkdtempSync, readdirSync, readFileSync, readlinkSync, rmSync } from 'no
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import type { CodeRequest } from '../core/index.ts';
 import { BubblewrapDriver, probeBubblewrap, type Sandbox } from './index.ts';
 
 /**
@@ -146,6 +147,38 @@ describe.skipIf(!probe.ok)(`a snippet against its neighbours in bubblewrap${reas
     const argv = ['bash', '-c', 'prlimit --pid 1 --nofile=0; echo $?'];
     expect((await sandbox.exec({ argv })).stdout).toBe('1\n');
     expect(Buffer.from(await sandbox.readFile('f')).length).toBe(9999);
+  });
+
+  test('a process finds in its memory nothing of another request', async () => {
+    const canary = 'C4nary'.repeat(4);
+    const secret = (text: string) => `${text}-${'canary'.length}-${canary}`;
+    const search = `
+import re
+found = set()
+for line in open("/proc/self/maps"):
+    if " rw" not in line or "[v" in line: continue
+    start, end = (int(each, 16) for each in line.split()[0].split("-"))
+    with open("/proc/self/mem", "rb") as memory:
+        memory.seek(start)
+        try: data = memory.read(end - start)
+        except OSError: continue
+    found.update(re.findall(rb"(source|stdin|output|argument|file|late)-6-" + b"C4nary" * 4, data))
+print(sorted(found))
+`;
+    await sandbox.writeFile('secret', secret('file'));
+    await sandbox.exec({ argv: ['echo', secret('argument')], stdin: secret('stdin') });
+    const before: CodeRequest = {
+      language: 'python',
+      source: `# ${secret('source')}\nprint("${secret('output')}")`,
+      stdin: secret('stdin'),
+    };
+    const after = { ...before, source: `# ${secret('late')}` };
+    const results = await sandbox.runCode([before, { language: 'python', source: search }, after]);
+    expect(results[1]).toMatchObject({ stdout: '[]\n', stderr: '' });
+    expect((await run(search))[0]).toMatchObject({ stdout: '[]\n' });
+    // The search itself finds what a process does hold.
+    const [own] = await run(`x = "${'late'}" + "-6-" + "C4nary" * 4${search}`);
+    expect(own!.stdout).toBe("[b'late']\n");
   });
 
   test('a lease on a file refuses the file, and breaks nothing', async () => {

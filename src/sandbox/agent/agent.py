@@ -9,8 +9,8 @@
 Frames on a descriptor each way: u32 length, u32 header length (big endian), a JSON header, raw bytes.
 Requests carry an `id` that their answer repeats; what a process prints or how it ends comes by itself.
 
-Every process is a fork of this very interpreter, which is warm and keeps nothing of a fork. One is made
-ahead (the spare). Guests may signal it or stop it: one that does not answer is replaced.
+Every process is a fork of a warm interpreter, which keeps nothing of a fork. One is made ahead (the
+spare). Guests may signal it or stop it: one that does not answer is replaced.
 """
 
 import collections
@@ -29,7 +29,7 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import files  # noqa: E402
 from output import Kept  # noqa: E402
-from process import PR_SET_DUMPABLE, PRCTL, Spare, write_all  # noqa: E402
+from process import PR_SET_DUMPABLE, PRCTL, Spare, fork_here, write_all  # noqa: E402
 
 # More than this ends the process: nothing sensible prints it, and reading it costs the host time.
 OUTPUT_LIMIT = 1 << 30
@@ -72,10 +72,12 @@ class Job:
 
 
 class Agent:
-    def __init__(self, control_in, control_out, config, kill_all):
+    def __init__(self, control_in, control_out, fork, own, kill_all):
+        """`fork` makes a process (see Spare); `own`: processes that are not the guest's, beside a spare."""
         self.control_in = control_in
         self.control_out = control_out
-        self.config = config
+        self.fork = fork
+        self.own = own
         self.kill_everything = kill_all
         self.first = os.getpid() == 1
         self.poll = select.poll()
@@ -83,6 +85,7 @@ class Agent:
         self.jobs = {}
         self.processes = {}  # by the id of the request that started them
         self.spare = None
+        self.used = False
         self.watch(control_in, select.POLLIN, lambda: self.receive())
         if self.first and not has_pidfds():
             self.watch_children()
@@ -182,7 +185,7 @@ class Agent:
         """Makes a spare where none waits. Without room for it the next process makes its own."""
         if self.spare is None:
             try:
-                self.spare = Spare(self.config)
+                self.spare = Spare(self.fork)
             except OSError:
                 pass
 
@@ -271,7 +274,7 @@ class Agent:
         header = {key: request[key] for key in ("kind", "argv", "cwd", "env", "path", "whiteouts") if key in request}
         try:
             for _ in range(2):
-                spare, self.spare = self.spare or Spare(self.config), None
+                spare, self.spare = self.spare or Spare(self.fork), None
                 if spare.start(header, source):
                     break
                 for end in spare.pipes:
@@ -294,7 +297,10 @@ class Agent:
         if not request.get("open"):
             job.closing = True
         self.feed(job)
-        self.prepare()  # while this one runs
+        # While this one runs; but many a sandbox is used once.
+        if self.used:
+            self.prepare()
+        self.used = True
         return job, None
 
     def feed(self, job):
@@ -513,7 +519,7 @@ class Agent:
 
     def op_usage(self, header, body):
         used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        own = 2 if self.spare else 1
+        own = self.own + (1 if self.spare else 0)
         return {"cpuSeconds": sum(each.ru_utime + each.ru_stime for each in used), "own": own}, []
 
 
@@ -614,7 +620,7 @@ def main():
             pass
 
     warm_up()
-    Agent(0, 1, config, kill_all).serve()
+    Agent(0, 1, fork_here(config), 1, kill_all).serve()
 
 
 if __name__ == "__main__":

@@ -5,9 +5,18 @@ that an earlier member made; devices are left out, owners and set-user-id bits a
 """
 
 import os
-import shutil
 import stat
-import tarfile
+import sys
+
+# Not needed here, and every fork pays for each library that is loaded. Snippets load their own.
+COMPRESSION = ("bz2", "lzma", "zlib")
+sys.modules.update({name: None for name in COMPRESSION if name not in sys.modules})
+import shutil  # noqa: E402
+import tarfile  # noqa: E402
+
+for name in COMPRESSION:
+    if sys.modules[name] is None:
+        del sys.modules[name]
 
 # Entries of the archive, so that one that was cut short between members is noticed.
 COUNT = "LONGHAUL.entries"

@@ -28,18 +28,14 @@ export async function importArchive(
   const sandbox = withAgent(await driver.create(spec));
   try {
     const tar = createZstdDecompress();
-    let broken: Error | null = null;
-    pipeline(archive, tar, (error) => {
-      broken = error ?? null;
-    });
+    // Its own error reaches the reader of `tar`.
+    pipeline(archive, tar, () => {});
     try {
       await sandbox.unpack(tar, WORKSPACE);
     } catch (error) {
-      if (!broken) throw error;
-      throw new LonghaulError(
-        'FileRefused',
-        `archive: not readable zstd: ${(error as Error).message}`,
-      );
+      const { code, message } = error as NodeJS.ErrnoException;
+      if (!code?.startsWith('Z')) throw error;
+      throw new LonghaulError('FileRefused', `archive: no whole zstd stream: ${message}`);
     }
     return await sandbox.snapshot({ durable: true });
   } finally {

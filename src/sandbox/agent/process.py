@@ -25,7 +25,8 @@ import archive
 
 # Where snippets import from: the agent's folder is not theirs.
 SNIPPET_PATH = [path for path in sys.path if path != os.path.dirname(os.path.abspath(__file__))]
-OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote")
+# A guest may have files of these names, or need what archive.py leaves out.
+OWN_MODULES = ("agent", "archive", "files", "output", "process", "zygote", "shutil", "tarfile")
 PR_SET_DUMPABLE = 4
 PRCTL = ctypes.CDLL(None).prctl
 WORKSPACE = "/workspace"
@@ -43,25 +44,23 @@ READY_SECONDS = 5
 class Spare:
     """A fork made ahead: it waits on a pipe for what to run."""
 
-    def __init__(self, config):
-        pipes = [os.pipe(), os.pipe(), os.pipe()]
-        control, ready = os.pipe(), os.pipe()
+    def __init__(self, fork):
+        """`fork` makes a process that takes over five descriptors, and returns its number."""
+        pipes = [os.pipe() for _ in range(5)]
+        (in_read, in_write), (out_read, out_write), (err_read, err_write), (work, control), (ready, answer) = pipes
+        taken = [in_read, out_write, err_write, work, answer]
         try:
-            self.pid = os.fork()
+            self.pid = fork(taken)
         except OSError:
-            for end in itertools.chain(control, ready, *pipes):
+            for end in [in_write, out_read, err_read, control, ready]:
                 os.close(end)
             raise
-        if self.pid == 0:
-            try:
-                become_process(pipes, control[0], ready[1], config)
-            finally:
-                os._exit(1)
-        for end in (pipes[0][0], pipes[1][1], pipes[2][1], control[0], ready[1]):
-            os.close(end)
-        self.control = control[1]
-        self.ready = ready[0]
-        self.pipes = [pipes[0][1], pipes[1][0], pipes[2][0]]
+        finally:
+            for end in taken:
+                os.close(end)
+        self.control = control
+        self.ready = ready
+        self.pipes = [in_write, out_read, err_read]
 
     def close(self):
         for end in [self.control, self.ready, *self.pipes]:
@@ -96,20 +95,32 @@ def write_all(fd, data):
         view = view[os.write(fd, view):]
 
 
-def become_process(pipes, control, ready, config):
+def fork_here(config):
+    """Forks of this very process. What it has read before, they could find in their memory."""
+
+    def fork(taken):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                become_process(taken, config)
+            finally:
+                os._exit(1)
+        return pid
+
+    return fork
+
+
+def become_process(taken, config):
     """Waits for work and does it: a program, a snippet, or an archive. Never returns."""
     _signal.set_wakeup_fd(-1)
     _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
     if "guest" in config:
         os.setresuid(*[config["guest"]] * 3)
     os.setsid()
-    for fd, pipe in enumerate(pipes):
-        os.dup2(pipe[0 if fd == 0 else 1], fd)
-    # The pipes may have taken the numbers that the copies shall have.
-    control = fcntl.fcntl(control, fcntl.F_DUPFD_CLOEXEC, 64)
-    ready = fcntl.fcntl(ready, fcntl.F_DUPFD_CLOEXEC, 64)
-    os.dup2(control, 3, inheritable=False)
-    os.dup2(ready, 4, inheritable=False)
+    # Out of the way first: the numbers they shall have may be taken by each other.
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in taken]
+    for to, fd in enumerate(moved):
+        os.dup2(fd, to, inheritable=to < 3)
     os.closerange(5, 65536)
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
@@ -185,7 +196,7 @@ def run_snippet(source, module, config):
         header = {"argv": [config["python"], "/proc/self/fd/%d" % fd], "cwd": "", "env": {}}
         return run_program(header, config)
     for name in OWN_MODULES:
-        sys.modules.pop(name, None)  # a guest may have a file of that name
+        sys.modules.pop(name, None)
     _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
     os.environ.clear()

@@ -58,6 +58,10 @@ export abstract class AgentSandbox implements ToolSandbox {
   protected abstract replaceAgent(late: boolean, error: Error): Promise<Lost>;
   /** Ends the agent from outside: the answer that is waited for then fails. */
   protected abstract endAgent(): void;
+  /** Before each job of the queue. */
+  protected async wake(): Promise<void> {}
+  /** The queue has run empty. */
+  protected rest(): void {}
 
   // The queue
 
@@ -70,12 +74,13 @@ export abstract class AgentSandbox implements ToolSandbox {
     this.#queued++;
     const result = this.#queue.then(async () => {
       this.#usable();
+      await this.wake();
       return job();
     });
-    this.#queue = result.then(
-      () => this.#queued--,
-      () => this.#queued--,
-    );
+    const done = () => {
+      if (--this.#queued === 0) this.rest();
+    };
+    this.#queue = result.then(done, done);
     return result;
   }
 

@@ -22,6 +22,7 @@ export interface CgroupLimits {
   diskBytes: number;
   cpus: number;
   pids: number;
+  network: unknown;
 }
 
 /** Read by `findCgroups`; replaceable so that layouts of other machines can be tested. */
@@ -142,8 +143,8 @@ export function makeOwnerGroups(host: CgroupHost, owner: string): void {
   }
 }
 
-/** What the pid limit is raised by: bubblewrap's two processes, the agent and its spare fork. */
-const OWN_PROCESSES = 4;
+/** What the pid limit is raised by: bubblewrap's two processes, agent, nursery and a spare. */
+const OWN_PROCESSES = 5;
 const FREEZE_TIMEOUT_MS = 5000;
 const CPU_PERIOD_US = 100_000;
 
@@ -156,12 +157,14 @@ export class Cgroup {
     this.#version = host.version;
     for (const [name, base] of Object.entries(host.bases) as [Controller, string][]) {
       const path = join(base, `longhaul-${owner}`, id);
-      mkdirSync(path, { recursive: true });
       this.#paths[name] = path;
+      // One more group costs every start; few sandboxes are ever paused.
+      if (name !== 'freezer') mkdirSync(path, { recursive: true });
     }
     this.#limitMemory(limits.memoryBytes + limits.diskBytes);
     const quota = Math.max(1000, Math.round(limits.cpus * CPU_PERIOD_US));
-    const pids = String(limits.pids + OWN_PROCESSES);
+    const own = limits.network === 'none' ? OWN_PROCESSES : OWN_PROCESSES + 1; // and a relay
+    const pids = String(limits.pids + own);
     if (this.#version === 'v2') {
       this.#write('cpu', 'cpu.max', `${quota} ${CPU_PERIOD_US}`);
       this.#write('pids', 'pids.max', pids);
@@ -174,7 +177,8 @@ export class Cgroup {
 
   /** Directories whose `cgroup.procs` a process writes itself into. */
   get directories(): string[] {
-    return [...new Set(Object.values(this.#paths))];
+    const { freezer: _, ...paths } = this.#paths;
+    return [...new Set(Object.values(paths))];
   }
 
   #write(controller: Controller, file: string, text: string): void {
@@ -250,11 +254,12 @@ export class Cgroup {
   }
 
   get canFreeze(): boolean {
-    return this.#version === 'v2' || this.#paths.freezer !== undefined;
+    return this.#version === 'v2' || (this.#paths.freezer && this.#paths.pids) !== undefined;
   }
 
   /** Stops every process of the group where it is, or lets them go on. Returns when the kernel has done so. */
   async freeze(frozen: boolean): Promise<void> {
+    if (frozen && this.#version === 'v1') this.#gather();
     const [controller, file, on, off] =
       this.#version === 'v2'
         ? (['pids', 'cgroup.freeze', '1', '0'] as const)
@@ -272,9 +277,30 @@ export class Cgroup {
     }
   }
 
+  /** Moves every process into the freezer's group. What they fork meanwhile is found in the next round. */
+  #gather(): void {
+    const path = this.#paths.freezer!;
+    mkdirSync(path, { recursive: true });
+    const listed = () => this.#read('pids', 'cgroup.procs').trim().split('\n').filter(Boolean);
+    const inside = () => new Set(this.#read('freezer', 'cgroup.procs').trim().split('\n'));
+    for (let round = 0; round < 100; round++) {
+      const there = inside();
+      const outside = listed().filter((pid) => !there.has(pid));
+      if (outside.length === 0) return;
+      for (const pid of outside) {
+        try {
+          writeFileSync(join(path, 'cgroup.procs'), pid);
+        } catch {
+          // ended meanwhile
+        }
+      }
+    }
+    throw new LonghaulError('SandboxUnavailable', 'processes fork faster than they can be frozen');
+  }
+
   /** Removes the groups; the processes in them must have been killed. Waits for the kernel to let go. */
   async remove(): Promise<void> {
-    for (const path of this.directories) {
+    for (const path of new Set(Object.values(this.#paths))) {
       for (let attempt = 0; attempt < 200; attempt++) {
         try {
           rmdirSync(path);
@@ -282,7 +308,7 @@ export class Cgroup {
         } catch (error) {
           const code = (error as NodeJS.ErrnoException).code;
           if (code === 'ENOENT') break;
-          await sleep(10);
+          await sleep(Math.min(10, 1 + attempt));
         }
       }
     }

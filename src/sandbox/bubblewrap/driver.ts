@@ -1,7 +1,7 @@
 import { randomBytes } from 'node:crypto';
 import { mkdirSync } from 'node:fs';
 import { availableParallelism } from 'node:os';
-import { resolve } from 'node:path';
+import { join, resolve } from 'node:path';
 import type { Readable } from 'node:stream';
 import { LonghaulError } from '../../core/index.ts';
 import { exportArchive, importArchive } from '../agent/layer-archive.ts';
@@ -14,6 +14,8 @@ import {
   type SandboxDriver,
   type SandboxSpec,
 } from '../contract.ts';
+import { type NetworkHandle, NetworkProxy } from '../network/proxy.ts';
+import { compilePolicy } from '../network/rules.ts';
 import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
 import { LayerRegistry, type LayerStack } from './layers.ts';
@@ -30,6 +32,8 @@ export interface BubblewrapOptions {
   maxLive?: number;
   /** How long a request waits for a place. Default 60 s. */
   waitMs?: number;
+  /** A sandbox without a call or a process for so long keeps its files and no interpreter. Default 30 s. */
+  idleMs?: number;
   /** As root: first of the host uids that sandboxes run under. Default 200000. */
   uidBase?: number;
   /** False: rlimits even where control groups can be had. */
@@ -39,6 +43,7 @@ export interface BubblewrapOptions {
 const DEFAULT_WARM = 1;
 const DEFAULT_MAX_LIVE = 64;
 const DEFAULT_WAIT_MS = 60_000;
+const DEFAULT_IDLE_MS = 30_000;
 const DEFAULT_UID_BASE = 200_000;
 /** An agent needs this much to start at all. */
 const MIN_MEMORY_BYTES = 32 * 1024 * 1024;
@@ -54,11 +59,13 @@ export class BubblewrapDriver implements SandboxDriver {
   readonly #python: string;
   readonly #bwrap: string;
   readonly #uidBase: number;
+  readonly #idleMs: number;
   readonly #registry: LayerRegistry;
   readonly #pool: Pool<BubblewrapSandbox>;
   readonly #sandboxes = new Map<string, BubblewrapSandbox>();
   readonly #freeUids: number[] = [];
   #supervisor: Supervisor;
+  #proxy: Promise<NetworkProxy> | null = null;
   #restarting: Promise<void> | null = null;
   #closing: Promise<void> | null = null;
 
@@ -73,6 +80,7 @@ export class BubblewrapDriver implements SandboxDriver {
     this.#bwrap = parts.tools.bwrap;
     this.#python = parts.tools.python;
     this.#uidBase = options.uidBase ?? DEFAULT_UID_BASE;
+    this.#idleMs = options.idleMs ?? DEFAULT_IDLE_MS;
     this.cgroups = parts.cgroups;
     this.#supervisor = supervisor;
     this.#registry = new LayerRegistry(options.dir, (ref) => this.#unused(ref));
@@ -83,8 +91,8 @@ export class BubblewrapDriver implements SandboxDriver {
       languages: ['python'],
       exec: true,
       processes: true,
-      pause: parts.cgroups?.version === 'v2' || bases.freezer ? 'freezer' : 'none',
-      network: 'none',
+      pause: parts.cgroups?.version === 'v2' || (bases.freezer && bases.pids) ? 'freezer' : 'none',
+      network: 'proxy',
       images: ['host'],
       memory: bases.memory ? 'cgroup' : 'rlimit',
       cpu: bases.cpu ? 'cgroup' : 'none',
@@ -146,11 +154,12 @@ export class BubblewrapDriver implements SandboxDriver {
 
   #spec(spec: Partial<SandboxSpec>): SandboxSpec {
     const full = { ...DEFAULT_SPEC, ...spec };
-    if (full.image !== 'host' || full.network !== 'none')
+    if (full.image !== 'host')
       throw new LonghaulError(
         'CapabilityMissing',
-        `bubblewrap sandboxes have image host and no network, not ${full.image} and ${full.network}`,
+        `bubblewrap sandboxes have image host, not ${full.image}`,
       );
+    if (full.network !== 'none') compilePolicy(full.network);
     const low =
       full.memoryBytes < MIN_MEMORY_BYTES ||
       full.diskBytes < MIN_DISK_BYTES ||
@@ -195,7 +204,8 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   #acquire(spec: SandboxSpec): Promise<BubblewrapSandbox> {
-    return this.#pool.acquire(JSON.stringify(spec, Object.keys(DEFAULT_SPEC)));
+    const ordered = Object.keys(DEFAULT_SPEC).map((key) => [key, spec[key as keyof SandboxSpec]]);
+    return this.#pool.acquire(JSON.stringify(Object.fromEntries(ordered)));
   }
 
   /** A supervisor that was killed took its sandboxes and volatile layers with it; durable layers stay. */
@@ -204,6 +214,7 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!this.#supervisor.gone) return;
     this.#restarting ??= (async () => {
       this.#registry.forgetVolatile();
+      await this.#closeProxy();
       await this.#supervisor.close();
       this.#supervisor = await Supervisor.start({
         dir: this.#dir,
@@ -224,11 +235,13 @@ export class BubblewrapDriver implements SandboxDriver {
     const id = randomBytes(5).toString('hex');
     const uid = this.#takeUid();
     let cgroup: Cgroup | null = null;
+    let network: NetworkHandle | null = null;
     let sandbox: BubblewrapSandbox | null = null;
     const host: SandboxHost = {
       supervisor,
       registry: this.#registry,
       uidBase: this.#uidBase,
+      idleMs: this.#idleMs,
       spawn: async (childSpec, childStack) => {
         return this.#adopted(await this.#acquire(childSpec), childStack);
       },
@@ -242,16 +255,30 @@ export class BubblewrapDriver implements SandboxDriver {
     let ready = false;
     try {
       if (this.cgroups) cgroup = new Cgroup(this.cgroups, supervisor.owner, id, spec);
-      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup });
+      if (spec.network !== 'none') network = (await this.#openProxy()).register(id, spec.network);
+      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, network });
       this.#sandboxes.set(id, sandbox);
       await sandbox.boot(stack);
       ready = true;
       return sandbox;
     } catch (error) {
+      if (!sandbox) network?.close();
       if (sandbox) await sandbox.stop();
       else if (uid > 0 && supervisor.ready.idmap) this.#freeUids.push(uid);
       throw error;
     }
+  }
+
+  /** Made for the first sandbox that has a network; it lives as long as its supervisor. */
+  #openProxy(): Promise<NetworkProxy> {
+    this.#proxy ??= NetworkProxy.open({ socketPath: join(this.#supervisor.ownerDir, 'proxy') });
+    return this.#proxy;
+  }
+
+  async #closeProxy(): Promise<void> {
+    const proxy = this.#proxy;
+    this.#proxy = null;
+    await (await proxy)?.close();
   }
 
   /** A volatile layer that nobody needs: its files go now, its tmpfs when the last one on it goes. */
@@ -311,6 +338,7 @@ export class BubblewrapDriver implements SandboxDriver {
     this.#closing ??= (async () => {
       await this.#pool.close();
       await Promise.all([...this.#sandboxes.values()].map((sandbox) => sandbox.stop()));
+      await this.#closeProxy();
       await this.#supervisor.close();
     })();
     return this.#closing;

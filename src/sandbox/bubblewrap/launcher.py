@@ -8,11 +8,17 @@ import signal
 import socket
 import sys
 
-from mounts import die_with, fork_bound
+from mounts import CLONE_NEWNET, LIBC, check, die_with, drop_capabilities, fork_bound
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(os.path.dirname(HERE), "network"))
+import relay  # noqa: E402
 
 MAX_LINE = 16 * 1024 * 1024
 # Descriptors that bubblewrap is given beside its standard ones; command.ts names them too.
 FILTER_FD, INFO_FD = 3, 4
+# environment.ts tells the guest.
+PROXY_PORT = 3128
 
 
 class Launcher:
@@ -33,7 +39,6 @@ class Launcher:
 
     def start_zygote(self):
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        here = os.path.dirname(os.path.abspath(__file__))
         self.zygote_pid = fork_bound()
         if self.zygote_pid == 0:
             try:
@@ -41,7 +46,7 @@ class Launcher:
                 os.dup2(theirs.fileno(), 0)
                 os.dup2(2, 1)
                 os.closerange(3, 65536)
-                os.chdir(here)  # its command line shows inside, and no path of the host should
+                os.chdir("/tmp/py")  # its command line shows inside, and no path of the host should
                 argv = [os.path.basename(sys.executable), "-I", "-B", "zygote.py"]
                 os.execve(sys.executable, argv, {})
             finally:
@@ -77,12 +82,13 @@ class Launcher:
             if box.ready:
                 self.send_agent(box)
             elif not box.pid:
-                self.launch(box, request["argv"], request["agent"]["cgroups"])
+                box.network, box.cgroups = request["network"], request["agent"]["cgroups"]
+                self.launch(box, request["argv"])
         except (ValueError, KeyError, AttributeError, OSError) as error:
             connection.close()
             self.tell({"event": "fault", "message": repr(error)})
 
-    def launch(self, box, argv, cgroups):
+    def launch(self, box, argv):
         pipes = [os.pipe() for _ in range(4)]
         (in_read, in_write), (out_read, out_write), (err_read, err_write), (info_read, info_write) = pipes
         supervisor = os.getpid()
@@ -90,7 +96,7 @@ class Launcher:
         if pid == 0:
             try:
                 become_bubblewrap(
-                    self.config["bwrap"], argv, cgroups, box.uid if self.root else None, supervisor,
+                    self.config["bwrap"], argv, box.cgroups, box.uid if self.root else None, supervisor,
                     [in_read, out_write, err_write, os.open("owner/filter.bpf", os.O_RDONLY), info_write],
                 )
             except BaseException as error:
@@ -135,8 +141,36 @@ class Launcher:
         box.info = -1
         # Our own child keeps it alive, so the number cannot be another's.
         box.process = os.pidfd_open(json.loads(text)["child-pid"])
+        if box.network:
+            self.start_relay(box)
         box.ready = True
         self.send_agent(box)
+
+    def start_relay(self, box):
+        """A process that listens inside and carries what comes to the owner's filtering proxy."""
+        listener = listen_inside(box.process, PROXY_PORT)
+        supervisor = os.getpid()
+        pid = fork_bound()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                for cgroup in box.cgroups:  # what it costs is the guest's
+                    with open(cgroup + "/cgroup.procs", "w") as file:
+                        file.write("0")
+                os.dup2(listener.fileno(), 100)
+                os.dup2(os.open("/dev/null", os.O_RDWR), 0)
+                os.dup2(0, 1)
+                os.dup2(100, 3)
+                os.closerange(4, 65536)
+                drop_capabilities()
+                die_with(supervisor)
+                relay.serve(socket.socket(fileno=3), "/tmp/owner/proxy", box.sid)
+            except BaseException as error:
+                os.write(2, ("sandbox relay: %r\n" % error).encode())
+            finally:
+                os._exit(1)
+        listener.close()
+        box.relay = pid
 
     def send_agent(self, box):
         if not box.waiting:
@@ -171,6 +205,10 @@ class Launcher:
 
     def exited(self, pid, status):
         """Whether the process was one of these. Tells the end of a sandbox's process tree."""
+        for box in self.children.values():
+            if box.relay == pid:
+                box.relay = 0
+                return True
         if pid == self.zygote_pid:
             self.start_zygote()
             return True
@@ -181,6 +219,8 @@ class Launcher:
         self.close_errors(box)
         if box.waiting:
             box.waiting[0].close()
+        if box.relay:
+            os.kill(box.relay, signal.SIGKILL)
         for fd in (box.init_in, box.init_out, box.info, box.process):
             if fd >= 0:
                 if fd in self.selector.get_map():
@@ -215,3 +255,19 @@ def become_bubblewrap(program, argv, cgroups, uid, supervisor, fds):
         die_with(supervisor)  # the change of uid took it back
     # An empty environment: process 1's is readable inside as /proc/1/environ.
     os.execve(program, argv, {})
+
+
+def listen_inside(process, port):
+    """A TCP socket that listens on the loopback of a process's network namespace: a socket stays in the
+    namespace it was made in, whoever holds it."""
+    own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    check(LIBC.setns(process, CLONE_NEWNET), "setns")
+    try:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+        listener.listen(64)
+        return listener
+    finally:
+        check(LIBC.setns(own, CLONE_NEWNET), "setns")
+        os.close(own)

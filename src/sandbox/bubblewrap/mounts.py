@@ -1,4 +1,4 @@
-"""Mount calls that Python has no binding for: mount(2), id-mapped mounts, user namespaces."""
+"""System calls that Python has no binding for: mounts, namespaces, capabilities."""
 
 import ctypes
 import errno
@@ -7,7 +7,7 @@ import signal
 import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
+CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 2, 4, 32, 4096, 16384
 MS_PRIVATE, MS_SHARED = 1 << 18, 1 << 20
 MNT_DETACH = 2
@@ -16,7 +16,10 @@ AT_FDCWD, AT_EMPTY_PATH = -100, 0x1000
 OPEN_TREE_CLONE, OPEN_TREE_CLOEXEC = 1, os.O_CLOEXEC
 MOVE_MOUNT_F_EMPTY_PATH = 4
 MOUNT_ATTR_IDMAP = 0x00100000
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP = 1, 4, 24
+PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
+CAPABILITY_HEADER = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))  # version 3
+NO_CAPABILITIES = ctypes.create_string_buffer(24)
 
 
 def check(result, what):
@@ -56,6 +59,17 @@ def fork_bound():
     if pid == 0:
         die_with(parent)
     return pid
+
+
+def drop_capabilities():
+    """Every capability, for good."""
+    for capability in range(64):
+        if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    check(LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient capabilities")
+    check(LIBC.capset(CAPABILITY_HEADER, NO_CAPABILITIES), "capset")
+    check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def user_namespace(inside, outside):

@@ -10,6 +10,8 @@ import type {
   SandboxUsage,
   SnapshotOptions,
 } from '../contract.ts';
+import { proxyEnvironment } from '../network/environment.ts';
+import type { NetworkHandle } from '../network/proxy.ts';
 import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
 import { freezeDurable } from './durable.ts';
@@ -19,14 +21,16 @@ import { adviseOn, type LayerRef, type SandboxExit, type Supervisor } from './su
 const START_TIMEOUT_MS = 30_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
 const SQUASH_DEPTH = 32;
-/** The agent and its spare fork, which the guest's process limit leaves room for. */
-const OWN_INSIDE = 2;
+/** The agent, its nursery and a spare, which the guest's process limit leaves room for. */
+const OWN_INSIDE = 3;
 
 /** What a sandbox needs of its driver. */
 export interface SandboxHost {
   supervisor: Supervisor;
   registry: LayerRegistry;
   uidBase: number;
+  /** A sandbox without a call or a process for so long lets its agent go. */
+  idleMs: number;
   /** New sandboxes with the same spec over a stack of layers. */
   spawn(spec: SandboxSpec, stack: LayerStack): Promise<Sandbox>;
   /** The sandbox is gone: free its uid and its place. */
@@ -40,6 +44,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   readonly uid: number;
   readonly #host: SandboxHost;
   readonly #cgroup: Cgroup | null;
+  readonly #network: NetworkHandle | null;
   readonly #started = performance.now();
   #exit: Promise<SandboxExit> | null = null;
   #stopping: Promise<void> | null = null;
@@ -49,6 +54,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   #seen: Evidence = { oomKills: 0, pidsRefused: 0 };
   /** The last command ran out of memory: the agent may have been killed just after it answered. */
   #oomBefore = false;
+  #asleep = false;
+  #idleTimer: NodeJS.Timeout | null = null;
 
   constructor(options: {
     id: string;
@@ -56,6 +63,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     uid: number;
     host: SandboxHost;
     cgroup: Cgroup | null;
+    network: NetworkHandle | null;
   }) {
     super();
     this.id = options.id;
@@ -63,6 +71,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.uid = options.uid;
     this.#host = options.host;
     this.#cgroup = options.cgroup;
+    this.#network = options.network;
   }
 
   get stack(): LayerStack {
@@ -88,10 +97,15 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
       argv: bubblewrapCommand(this.id),
+      network: this.#network !== null,
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
         limits,
-        agent: { env: {}, cwd: '/workspace', python: null },
+        agent: {
+          env: this.#network ? proxyEnvironment : {},
+          cwd: '/workspace',
+          python: null,
+        },
       },
     });
     this.#exit = exit;
@@ -194,6 +208,36 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     }
     await this.#restart();
     return oom ? 'out_of_memory' : 'timeout';
+  }
+
+  /** Its process tree is process 1 alone from here on, some 150 KB; a new agent comes with the next call. */
+  protected override rest(): void {
+    if (this.#asleep || this.broken || this.paused) return;
+    if (this.#idleTimer) this.#idleTimer.refresh();
+    else {
+      this.#idleTimer = setTimeout(() => {
+        if (this.idle && !this.broken && !this.#asleep) this.#fallAsleep().catch(() => {});
+      }, this.#host.idleMs);
+      this.#idleTimer.unref();
+    }
+  }
+
+  #fallAsleep(): Promise<void> {
+    return this.enqueue(async () => {
+      if (await this.busy(false)) return;
+      this.#asleep = true;
+      this.channel!.destroy();
+    });
+  }
+
+  protected override async wake(): Promise<void> {
+    if (!this.#asleep) return;
+    try {
+      await this.#connect();
+      this.#asleep = false;
+    } catch (error) {
+      throw this.breakWith(attribute(error, 'SandboxUnavailable').message);
+    }
   }
 
   /** A new agent and, where the process tree went down too, a new tree over the same files. */
@@ -315,7 +359,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   }
 
   networkAttempts(): readonly NetworkAttempt[] {
-    return [];
+    return this.#network?.attempts() ?? [];
   }
 
   usage(): Promise<SandboxUsage> {
@@ -326,8 +370,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         cpuSeconds: this.#cgroup?.cpuSeconds() ?? cpuSeconds,
         peakMemoryBytes: this.#cgroup?.peakMemoryBytes() ?? null,
         diskBytes: this.diskBytes,
-        // bubblewrap's two processes, the agent and its spare are not the guest's.
-        pids: pids === null ? null : Math.max(0, pids - 2 - own),
+        // bubblewrap's two processes, a relay and the agent's are not the guest's.
+        pids: pids === null ? null : Math.max(0, pids - (this.#network ? 3 : 2) - own),
         wallSeconds: (performance.now() - this.#started) / 1000,
         oomKills: this.#cgroup?.oomKills() ?? 0,
         pidsRefused: this.#cgroup?.pidsRefused() ?? 0,
@@ -343,6 +387,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   async #stop(): Promise<void> {
     const { supervisor, registry } = this.#host;
     this.breakWith('the sandbox was stopped');
+    if (this.#idleTimer) clearTimeout(this.#idleTimer);
+    this.#network?.close();
     const stack = this.#stack;
     this.#stack = [];
     registry.release(stack);

@@ -11,6 +11,7 @@ maps the caller to root of a new user namespace, and overlays use `userxattr`.
 
 import errno
 import fcntl
+import glob
 import json
 import os
 import selectors
@@ -61,13 +62,15 @@ class Box:
         self.mapped = set()
         self.namespaces = {}
         self.tmp = None
+        self.network = False
+        self.cgroups = []
         self.waiting = None
         self.err = b""
         self.err_fd = -1
         self.down()
 
     def down(self):
-        self.pid = 0
+        self.pid = self.relay = 0
         self.ready = False
         self.init_in = self.init_out = self.info = self.process = -1
 
@@ -179,12 +182,22 @@ class Supervisor:
             os.mkdir(os.path.join(stage, name), 0o755)
         mount(self.config["layersDir"], os.path.join(stage, "layers"), None, MS_BIND)
         mount(self.owner_dir, os.path.join(stage, "owner"), None, MS_BIND)
+        # The programs may lie below /tmp, which is covered from here on.
+        here = os.path.dirname(os.path.abspath(__file__))
+        os.mkdir(os.path.join(stage, "py"), 0o755)
+        for source in [here + "/zygote.py", *glob.glob(os.path.join(os.path.dirname(here), "agent", "*.py"))]:
+            shutil.copyfile(source, os.path.join(stage, "py", os.path.basename(source)))
         # Nobody may read it: then the kernel lets nobody look into the process that runs it (ptrace(2)).
         shutil.copyfile(os.path.join(self.owner_dir, "init"), os.path.join(stage, "init"))
         os.chmod(os.path.join(stage, "init"), 0o111)
         for name, text in self.config["etc"].items():
             with open(os.path.join(stage, "etc", name), "w") as file:
                 file.write(text)
+        # For programs that reach the network through the proxy and check certificates themselves.
+        for name in ("ssl/certs/ca-certificates.crt", "ssl/openssl.cnf", "pki/tls/certs/ca-bundle.crt"):
+            if os.path.isfile("/etc/" + name):
+                os.makedirs(os.path.dirname(os.path.join(stage, "etc", name)), exist_ok=True)
+                shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
         for name in ("ld.so.cache", "localtime"):
             if os.path.isfile("/etc/" + name):
                 shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))

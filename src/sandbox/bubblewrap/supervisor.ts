@@ -223,7 +223,7 @@ export class Supervisor {
    */
   launch(
     sid: string,
-    request: { argv: string[]; agent: Record<string, unknown> },
+    request: { argv: string[]; network: boolean; agent: Record<string, unknown> },
   ): Promise<{ socket: Socket; exit: Promise<SandboxExit> }> {
     let exit = this.#exits.get(sid);
     if (!exit) {

@@ -15,22 +15,26 @@ import socket
 import struct
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, HERE)
-sys.path.insert(0, os.path.join(os.path.dirname(HERE), "agent"))
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 import agent  # noqa: E402
+import process  # noqa: E402
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 CLONE_NEWCGROUP = 0x02000000
-NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+SHARED_NAMESPACES = CLONE_NEWNS | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWNET
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 36, 38, 47
 PR_CAP_AMBIENT_CLEAR_ALL, SECCOMP_MODE_FILTER = 4, 2
-CAPABILITY_VERSION_3 = 0x20080522
+CAPABILITY_HEADER = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))  # version 3
+NO_CAPABILITIES = ctypes.create_string_buffer(24)
 INSIDE_ID = 1000
-CONNECTION = 3
+CONNECTION, INIT_IN, INIT_OUT, NURSERY = 3, 4, 5, 6
+CLONE_PARENT = 0x8000
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+# These keep Python's lock: between clone and its hooks no other code may run.
+PYTHON, PYTHON_LIBC = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 
 
 def check(result, what):
@@ -45,53 +49,94 @@ class Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-def join(request, connection, process, init_in, init_out, program, parent):
-    """From here on until the last line every step takes something away. Order matters: what needs rights
-    outside comes before the user namespace, what needs rights inside before they are dropped."""
+def enter(request, connection, target, init_in, init_out, program, parent):
+    """Two processes go in: the agent, and the nursery that makes all others and never hears what for.
+    What runs in a sandbox is a fork of the nursery, so it finds in its memory no other request.
+
+    Every step takes something away. Order matters: what needs rights outside comes before the user
+    namespace, what needs rights inside before they are dropped."""
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for path in request["cgroups"]:
-        with open(path + "/cgroup.procs", "w") as file:
-            file.write("0")
+        fd = os.open(path + "/cgroup.procs", os.O_WRONLY)
+        os.write(fd, b"0")
+        os.close(fd)
     os.setsid()
-    if os.getuid() == 0 and request["root"]:
+    if request["root"]:
         os.setgroups([])
     agent.limit(request["limits"])
-    # Process namespaces hold for children only: this process stays where nothing inside can name it.
-    # A cgroup namespace of its own bubblewrap makes only where it may.
-    if LIBC.setns(process, NAMESPACES | CLONE_NEWCGROUP) < 0:
-        check(LIBC.setns(process, NAMESPACES), "setns")
-    os.chdir("/")
     os.umask(0o022)
+    # A cgroup namespace of its own bubblewrap makes only where it may.
+    if LIBC.setns(target, SHARED_NAMESPACES | CLONE_NEWCGROUP) < 0:
+        check(LIBC.setns(target, SHARED_NAMESPACES), "setns")
+    os.chdir("/")
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    own = os.getpid()
+    if os.fork() == 0:
+        drop(target, own, program, [theirs.fileno()])
+        tend(socket.socket(fileno=3), request["agent"])
+    drop(target, parent, program, [connection, init_in, init_out, ours.fileno()])
+    run(socket.socket(fileno=NURSERY))
+
+
+def drop(target, parent, program, fds):
+    """The rest of the way in, for each of the two. `fds` become 3, 4, … and nothing else is kept."""
+    # Process namespaces hold for children only: this process stays where nothing inside can name it.
+    check(LIBC.setns(target, CLONE_NEWUSER | CLONE_NEWPID), "setns")
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
     check(LIBC.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0), "ambient capabilities")
     os.setresgid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
     os.setresuid(INSIDE_ID, INSIDE_ID, INSIDE_ID)
-    header = ctypes.create_string_buffer(struct.pack("Ii", CAPABILITY_VERSION_3, 0))
-    check(LIBC.capset(header, ctypes.create_string_buffer(24)), "capset")
+    check(LIBC.capset(CAPABILITY_HEADER, NO_CAPABILITIES), "capset")
     check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
+    # The change of uid took both back.
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-    # The change of uid took it back.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
-    os.dup2(connection, 100)
-    os.dup2(init_in, 101)
-    os.dup2(init_out, 102)
+    for index, fd in enumerate(fds):
+        os.dup2(fd, 100 + index)
     nothing = os.open("/dev/null", os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nothing, fd)
-    for fd in (0, 1, 2):
-        os.dup2(100 + fd, CONNECTION + fd, inheritable=False)
-    os.closerange(CONNECTION + 3, 65536)
-    instructions = ctypes.create_string_buffer(program, len(program))
-    filter = Filter(len(program) // 8, ctypes.addressof(instructions))
-    check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter), 0, 0), "seccomp")
+    for index in range(len(fds)):
+        os.dup2(100 + index, 3 + index, inheritable=False)
+    os.closerange(3 + len(fds), 65536)
+    check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0), "seccomp")
 
 
-def run(request):
-    """The agent of one sandbox. Its first act ends what an agent before it may have left."""
+def tend(requests, config):
+    """The nursery: makes a sibling of itself, a child of the agent, for each set of descriptors."""
+    while True:
+        text, fds, _, _ = socket.recv_fds(requests, 16, 5)
+        if not text:
+            os._exit(0)
+        pid = clone_sibling()
+        if pid == 0:
+            try:
+                process.become_process(fds, config)
+            finally:
+                os._exit(1)
+        for fd in fds:
+            os.close(fd)
+        requests.send(struct.pack(">i", pid))
+
+
+def clone_sibling():
+    """fork() of a process whose parent is this one's (clone(2), CLONE_PARENT). Minus errno on failure."""
+    PYTHON.PyOS_BeforeFork()
+    pid = PYTHON_LIBC.syscall(SYS_CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        PYTHON.PyOS_AfterFork_Child()
+        return 0
+    code = ctypes.get_errno()
+    PYTHON.PyOS_AfterFork_Parent()
+    return pid if pid > 0 else -code
+
+
+def run(nursery):
+    """The agent. Its first act ends what an agent before it may have left."""
     tokens = 0
 
     def kill_all():
@@ -101,9 +146,9 @@ def run(request):
         token = b"%d-%d\n" % (os.getpid(), tokens)
         heard = b""
         try:
-            agent.write_all(CONNECTION + 1, token)
+            agent.write_all(INIT_IN, token)
             while not heard.endswith(token):
-                chunk = os.read(CONNECTION + 2, 4096)
+                chunk = os.read(INIT_OUT, 4096)
                 if not chunk:
                     break
                 heard += chunk
@@ -112,8 +157,21 @@ def run(request):
         if not heard.endswith(token):
             raise agent.AgentFault("process 1 of the sandbox is gone")
 
+    def fork(taken):
+        try:
+            socket.send_fds(nursery, [b"f"], taken)
+            answer = nursery.recv(16)
+        except BrokenPipeError:
+            answer = b""
+        if not answer:
+            raise agent.AgentFault("the process that makes others is gone")
+        pid = struct.unpack(">i", answer)[0]
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        return pid
+
     kill_all()
-    agent.Agent(CONNECTION, CONNECTION, request["agent"], kill_all).serve()
+    agent.Agent(CONNECTION, CONNECTION, fork, 2, kill_all).serve()
 
 
 def main():
@@ -123,7 +181,9 @@ def main():
     LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     control = socket.socket(fileno=0)
     with open("/tmp/owner/filter.bpf", "rb") as file:
-        program = file.read()
+        code = file.read()
+    instructions = ctypes.create_string_buffer(code, len(code))
+    program = Filter(len(code) // 8, ctypes.addressof(instructions))
     os.environ.clear()
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -145,8 +205,7 @@ def main():
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     request = json.loads(text)
-                    join(request, *fds, program, parent)
-                    run(request)
+                    enter(request, *fds, program, parent)
                 except BaseException as error:
                     # Before the filter: the supervisor's log; after it: nowhere.
                     os.write(2, ("sandbox agent: %r\n" % error).encode())
