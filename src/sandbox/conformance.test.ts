@@ -542,7 +542,11 @@ print("k3y-0123456789" in str(os.environ))
     expect(text(await copy.readFile('new\nline'))).toBe('odd');
     if (commands()) {
       const { stdout } = await copy.exec({
-        argv: ['sh', '-c', 'readlink link; stat -c %h hard; stat -c %a deep; ls -d empty'],
+        argv: [
+          'sh',
+          '-c',
+          "readlink link; find hard -printf '%n\\n'; find deep -maxdepth 0 -printf '%m\\n'; find empty",
+        ],
       });
       expect(stdout).toBe('/etc/passwd\n2\n700\nempty\n');
     }

@@ -56,7 +56,9 @@ def pack(root, fd):
     with os.fdopen(fd, "wb", closefd=False) as out:
         archive = tarfile.open(
             fileobj=out, mode="w|", bufsize=BLOCK, format=tarfile.PAX_FORMAT, encoding="utf-8",
-            errors="surrogateescape", pax_headers={COUNT: str(len(listed))},
+            errors="surrogateescape",
+            # Of an archive that holds nothing else, tarfile takes this header for damage.
+            pax_headers={COUNT: str(len(listed))} if listed else {},
         )
         for name, info in listed:
             member = tarfile.TarInfo(os.fsdecode(name))
