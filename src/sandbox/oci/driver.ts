@@ -50,7 +50,7 @@ const MIN_MEMORY_BYTES = 32 * 1024 * 1024;
 const MIN_DISK_BYTES = 256 * 1024;
 const MIN_INODES = 64;
 /** What bubblewrap's `Cgroup` adds to the limit for its own processes, over what runs here. */
-const CGROUP_EXTRA_PIDS = 2;
+const CGROUP_EXTRA_PIDS = 3;
 const PYTHON = '/usr/bin/python3';
 
 function capabilitiesOf(
@@ -286,9 +286,10 @@ export class OciDriver implements SandboxDriver {
     if (!this.#cgroups) return null;
     const { pids: _, ...uncounted } = this.#cgroups.bases;
     const bases = this.#runtime.hostKernel ? this.#cgroups.bases : uncounted;
+    const { overheadBytes, overheadPerProcess } = this.#runtime;
     return new Cgroup({ ...this.#cgroups, bases }, this.#supervisor.owner, id, {
       ...spec,
-      memoryBytes: spec.memoryBytes + this.#runtime.overheadBytes,
+      memoryBytes: spec.memoryBytes + overheadBytes + overheadPerProcess * spec.pids,
       pids: spec.pids - CGROUP_EXTRA_PIDS,
     });
   }

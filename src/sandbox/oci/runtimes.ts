@@ -20,6 +20,8 @@ export interface OciRuntime {
   inUserNamespace: boolean;
   /** Memory of the runtime's own parts in the sandbox's control group. */
   overheadBytes: number;
+  /** And for each process that the guest may have. */
+  overheadPerProcess: number;
   /** Refuses to run where control groups of both versions are mounted. */
   hideUnified: boolean;
   install: string;
@@ -36,6 +38,7 @@ const RUNTIMES: Record<OciRuntimeName, OciRuntime> = {
     hostKernel: true,
     inUserNamespace: false,
     overheadBytes: 0,
+    overheadPerProcess: 0,
     hideUnified: true,
     install: 'Install it: `apt-get install crun`.',
   },
@@ -47,6 +50,7 @@ const RUNTIMES: Record<OciRuntimeName, OciRuntime> = {
     hostKernel: true,
     inUserNamespace: false,
     overheadBytes: 0,
+    overheadPerProcess: 0,
     hideUnified: false,
     install: 'Install it: `apt-get install runc`.',
   },
@@ -58,6 +62,7 @@ const RUNTIMES: Record<OciRuntimeName, OciRuntime> = {
     hostKernel: false,
     inUserNamespace: true,
     overheadBytes: 128 * MIB,
+    overheadPerProcess: 4 * MIB,
     hideUnified: false,
     install: 'Install it: `apt-get install runsc`, or a newer one from gvisor.dev.',
   },
@@ -69,6 +74,7 @@ const RUNTIMES: Record<OciRuntimeName, OciRuntime> = {
     hostKernel: false,
     inUserNamespace: false,
     overheadBytes: 256 * MIB,
+    overheadPerProcess: 0,
     hideUnified: false,
     install: 'Install a Kata Containers whose `kata-runtime` has the `run` command.',
   },

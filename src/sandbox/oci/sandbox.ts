@@ -91,7 +91,8 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
 
   #limits(): { processes?: number; data?: number } {
     const { capabilities } = this.#host;
-    const own = capabilities.isolation === 'gvisor' ? 1 : OWN_INSIDE; // its agent has another uid
+    // gVisor's agent has another uid, and it counts one less than there are.
+    const own = capabilities.isolation === 'gvisor' ? 0 : OWN_INSIDE;
     return {
       ...(capabilities.pids === 'rlimit' && { processes: this.spec.pids + own }),
       ...(capabilities.memory === 'rlimit' && { data: this.spec.memoryBytes }),
