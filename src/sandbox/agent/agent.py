@@ -103,7 +103,10 @@ class Agent:
         signal.signal(signal.SIGCHLD, lambda *_: None)
 
         def woken():
-            os.read(wake_read, 4096)
+            try:
+                os.read(wake_read, 4096)
+            except BlockingIOError:
+                pass  # a guest that can open the agent's pipes has read it first
             self.reap()
 
         self.watch(wake_read, select.POLLIN, woken)
@@ -579,6 +582,8 @@ def limit(limits):
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
     if "data" in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (limits["data"], limits["data"]))
+    if "address" in limits:
+        resource.setrlimit(resource.RLIMIT_AS, (limits["address"], limits["address"]))
 
 
 def keep_own_uid(guest):

@@ -113,6 +113,13 @@ export function rootLayout(image: string, python: string): RootLayout {
   };
 }
 
+/** Limits that the agent sets where no control group does: processes of the uid, and bytes a process. */
+export interface AgentLimits {
+  processes?: number;
+  data?: number;
+  address?: number;
+}
+
 export interface BundleOptions {
   sid: string;
   spec: SandboxSpec;
@@ -120,8 +127,7 @@ export interface BundleOptions {
   layout: RootLayout;
   /** Host uids of root inside and of the guest; null: the caller's own is root inside, and the guest. */
   ids: { root: number; guest: number } | null;
-  /** Limits that the agent sets where no control group does. */
-  limits: { processes?: number; data?: number };
+  limits: AgentLimits;
   /** Name of the group that a runtime with a manager of its own makes; limits are on the driver's. */
   cgroupsPath: string | null;
 }

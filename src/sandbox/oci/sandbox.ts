@@ -13,7 +13,7 @@ import type {
   SandboxUsage,
   SnapshotOptions,
 } from '../contract.ts';
-import { bundleConfig, guestId, type RootLayout } from './bundle.ts';
+import { type AgentLimits, bundleConfig, guestId, type RootLayout } from './bundle.ts';
 import { type ArchiveLayers, type HeldLayer, readArchive } from './layers.ts';
 import type { OciRuntime } from './runtimes.ts';
 import type { ContainerExit, Supervisor } from './supervisor.ts';
@@ -89,13 +89,16 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     await this.#connect();
   }
 
-  #limits(): { processes?: number; data?: number } {
+  #limits(): AgentLimits {
     const { capabilities } = this.#host;
     // gVisor's agent has another uid, and it counts one less than there are.
     const own = capabilities.isolation === 'gvisor' ? 0 : OWN_INSIDE;
     return {
       ...(capabilities.pids === 'rlimit' && { processes: this.spec.pids + own }),
-      ...(capabilities.memory === 'rlimit' && { data: this.spec.memoryBytes }),
+      // gVisor does not count RLIMIT_DATA.
+      ...(capabilities.memory === 'rlimit' && {
+        [capabilities.isolation === 'gvisor' ? 'address' : 'data']: this.spec.memoryBytes,
+      }),
     };
   }
 

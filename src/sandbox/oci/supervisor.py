@@ -220,7 +220,7 @@ class Supervisor:
                 file.write(text)
         if self.config["hideUnified"]:
             # crun 1.8 refuses to run where version 2 is mounted beside version 1.
-            unmount("/sys/fs/cgroup/unified")
+            mount("tmpfs", "/sys/fs/cgroup/unified", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=4k")
 
     # Operations
 
