@@ -1,4 +1,4 @@
-import { existsSync, readdirSync, readlinkSync, statSync } from 'node:fs';
+import { existsSync, readdirSync, readlinkSync, realpathSync, statSync } from 'node:fs';
 import { join } from 'node:path';
 import { LonghaulError } from '../../core/index.ts';
 import { hostArchitecture } from '../bubblewrap/seccomp.ts';
@@ -86,8 +86,9 @@ export function rootLayout(image: string, python: string): RootLayout {
     else if (entry.isFile()) skeleton.files[destination] = '';
     if (entry.isDirectory() || entry.isFile()) binds.push({ source, destination });
   }
-  const loader = LOADERS.find((path) => existsSync(path));
-  if (!loader)
+  const found = LOADERS.find((path) => existsSync(path));
+  const loader = found && realpathSync(found); // a link would lead into the image
+  if (!loader?.startsWith('/usr/'))
     throw new LonghaulError(
       'CapabilityMissing',
       'this host has no /usr that holds a dynamic loader',
@@ -106,7 +107,7 @@ export function rootLayout(image: string, python: string): RootLayout {
       loader.replace('/usr', HOST_USR),
       '--library-path',
       libraries,
-      python.replace('/usr', HOST_USR),
+      realpathSync(python).replace('/usr', HOST_USR),
       ...program,
     ],
     python: inImage.find((path) => existsSync(join(directory, path))) ?? null,

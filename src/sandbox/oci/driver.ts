@@ -108,6 +108,7 @@ export class OciDriver implements SandboxDriver {
     this.#supervisor = supervisor;
     this.#layers = this.#ownLayers();
     this.#resetIds();
+    this.#watch();
     this.capabilities = capabilitiesOf(runtime, cgroups, supervisor.ready.root);
     this.#pool = new Pool({
       make: (key) => this.#make(JSON.parse(key) as SandboxSpec, true),
@@ -179,6 +180,15 @@ export class OciDriver implements SandboxDriver {
   /** The process that mounts the files: its end ends every sandbox. */
   get supervisorPid(): number {
     return this.#supervisor.ready.pid;
+  }
+
+  /** The sandboxes of a supervisor end with it. */
+  #watch(): void {
+    const supervisor = this.#supervisor;
+    void supervisor.ended.then((reason) => {
+      for (const sandbox of this.#sandboxes.values())
+        if (sandbox.supervisor === supervisor) sandbox.lose(reason);
+    });
   }
 
   #ownLayers(): ArchiveLayers {
@@ -268,6 +278,7 @@ export class OciDriver implements SandboxDriver {
       this.#supervisor = await OciDriver.#supervise(this.#options, this.#runtime, this.#cgroups);
       this.#layers = this.#ownLayers();
       this.#resetIds();
+      this.#watch();
     })().finally(() => {
       this.#restarting = null;
     });

@@ -3,7 +3,6 @@ import {
   closeSync,
   createReadStream,
   createWriteStream,
-  existsSync,
   fsyncSync,
   linkSync,
   mkdirSync,
@@ -165,11 +164,6 @@ export class ArchiveLayers {
       kept: metas().length,
     };
   }
-
-  /** Volatile layers went with the folder that held them. */
-  forgetVolatile(): void {
-    for (const [id, { path }] of this.#volatile) if (!existsSync(path)) this.#volatile.delete(id);
-  }
 }
 
 function sync(path: string): void {
@@ -223,7 +217,7 @@ export async function readArchive(
       }
     });
   } catch (error) {
-    const zstd = (error as NodeJS.ErrnoException).code?.startsWith('ZSTD');
+    const zstd = (error as NodeJS.ErrnoException).code?.startsWith('Z');
     if (used && !zstd) throw (used as { error: unknown }).error;
     throw damaged(error);
   }

@@ -70,6 +70,10 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     this.#cgroup = options.cgroup;
   }
 
+  get supervisor(): Supervisor {
+    return this.#host.supervisor;
+  }
+
   get #container(): string {
     return `${this.id}-${this.#launches}`;
   }
@@ -160,6 +164,11 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     const exit = await Promise.race([this.#exit, late]);
     clearTimeout(timer);
     return exit;
+  }
+
+  /** The supervisor is gone, on the host's account, and cannot end the container: closing the connection does. */
+  lose(reason: string): void {
+    this.breakWith(reason);
   }
 
   // What the agent's calls need

@@ -91,11 +91,19 @@ def thaw(path):
             pass  # another version, or another hierarchy
 
 
+def remove_groups(paths):
+    """Ends what is left in control groups and removes them. All are thawed first: a process is in a group
+    of each hierarchy, and dies only when none of them holds it."""
+    for top in paths:
+        for path, _, _ in os.walk(top):
+            thaw(path)
+    for path in paths:
+        remove_group(path)
+
+
 def remove_group(path):
-    """Ends what is left in a control group and removes it with those below it."""
     if not os.path.isdir(path):
         return
-    thaw(path)
     for name in os.listdir(path):
         if os.path.isdir(os.path.join(path, name)):
             remove_group(os.path.join(path, name))
@@ -175,12 +183,12 @@ class Supervisor:
                     owner = json.load(file)
             except (OSError, ValueError):
                 owner = {"cgroups": []}
-            for group in owner["cgroups"]:
-                # The record lies in a folder that others may write to: nothing but groups of ours.
-                if group == "/sys/fs/cgroup" + os.path.normpath(group[14:]) and group.endswith("/longhaul-" + name):
-                    remove_group(group)
-            for group in own_groups(name):
-                remove_group(group)
+            # The record lies in a folder that others may write to: nothing but groups of ours.
+            named = [
+                group for group in owner["cgroups"]
+                if group == "/sys/fs/cgroup" + os.path.normpath(group[14:]) and group.endswith("/longhaul-" + name)
+            ]
+            remove_groups([*named, *own_groups(name)])
             shutil.rmtree(path, ignore_errors=True)
             os.close(fd)
             cleaned += 1
@@ -545,8 +553,7 @@ class Supervisor:
         for box in self.boxes.values():
             if box.container:
                 delete_container(box.command, box.container)
-        for group in groups:
-            remove_group(group)
+        remove_groups(groups)
         shutil.rmtree(self.owner_dir, ignore_errors=True)
 
 

@@ -61,6 +61,8 @@ export class Supervisor {
   readonly ready: SupervisorReady;
   readonly owner: string;
   readonly ownerDir: string;
+  /** Settles with the reason when it has ended, however. */
+  readonly ended: Promise<string>;
   readonly #child: ChildProcess;
   readonly #pending = new Map<number, (answer: Answer) => void>();
   readonly #exits = new Map<string, PromiseWithResolvers<ContainerExit>>();
@@ -82,7 +84,7 @@ export class Supervisor {
     this.owner = parts.owner;
     this.ownerDir = parts.ownerDir;
     this.#stderr = parts.stderr;
-    void this.#listen(parts.lines);
+    this.ended = this.#listen(parts.lines);
   }
 
   /** Starts it and waits until it has its namespaces; otherwise `SandboxUnavailable`. */
@@ -170,7 +172,7 @@ export class Supervisor {
     return this.#said || (this.#stderr().trim().split('\n').at(-1) ?? '');
   }
 
-  async #listen(lines: AsyncIterableIterator<string>): Promise<void> {
+  async #listen(lines: AsyncIterableIterator<string>): Promise<string> {
     for await (const line of lines) {
       const message = JSON.parse(line);
       if (message.event === 'log') this.#said = message.message;
@@ -189,6 +191,7 @@ export class Supervisor {
     this.#pending.clear();
     for (const exit of this.#exits.values()) exit.resolve({ status: -9, stderr: reason });
     this.#exits.clear();
+    return reason;
   }
 
   /** One operation. What fails in it is the host's: `DiskFull` or `SandboxUnavailable`. */
