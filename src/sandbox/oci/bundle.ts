@@ -24,13 +24,17 @@ export interface RootSkeleton {
 }
 
 interface Bind {
+  /** On the host, or below the image where that is a directory. */
   source: string;
+  ofImage?: true;
   destination: string;
 }
 
 /** A read-only root: what is made, what is bound, and how the agent is started in it. */
 export interface RootLayout {
   skeleton: RootSkeleton;
+  /** The image's directory, which the supervisor binds for `binds` to name below it; null: the host's own. */
+  image: string | null;
   binds: Bind[];
   command: string[];
   /** The image's own interpreter for snippets; null: forks of the agent run them. */
@@ -65,7 +69,7 @@ export function rootLayout(image: string, python: string): RootLayout {
       else skeleton.files[path] = '';
       binds.push({ source: path, destination: path });
     }
-    return { skeleton, binds, command: [python, ...program], python: null };
+    return { skeleton, image: null, binds, command: [python, ...program], python: null };
   }
   const directory = image.slice('dir:'.length);
   if (!directory.startsWith('/') || !existsSync(directory) || !statSync(directory).isDirectory())
@@ -84,7 +88,8 @@ export function rootLayout(image: string, python: string): RootLayout {
     if (entry.isSymbolicLink()) skeleton.links[destination] = readlinkSync(source);
     else if (entry.isDirectory()) skeleton.directories.push(destination);
     else if (entry.isFile()) skeleton.files[destination] = '';
-    if (entry.isDirectory() || entry.isFile()) binds.push({ source, destination });
+    if (entry.isDirectory() || entry.isFile())
+      binds.push({ source: entry.name, destination, ofImage: true });
   }
   const found = LOADERS.find((path) => existsSync(path));
   const loader = found && realpathSync(found); // a link would lead into the image
@@ -102,6 +107,7 @@ export function rootLayout(image: string, python: string): RootLayout {
   const inImage = ['/usr/bin/python3', '/usr/local/bin/python3'];
   return {
     skeleton,
+    image: directory,
     binds,
     command: [
       loader.replace('/usr', HOST_USR),
@@ -219,7 +225,13 @@ export function bundleConfig(options: BundleOptions): Record<string, unknown> {
         source: 'devpts',
         options: ['nosuid', 'noexec', 'newinstance', 'ptmxmode=0666', 'mode=0620'],
       },
-      ...layout.binds.map((each) => bind(each.source, each.destination, ['ro'])),
+      ...layout.binds.map((each) =>
+        bind(
+          each.ofImage ? `${BASE}/image-${options.sid}/${each.source}` : each.source,
+          each.destination,
+          ['ro'],
+        ),
+      ),
       bind(`${BASE}/agent`, AGENT, ['ro']),
       bind(`${top}/d/shm`, '/dev/shm', []),
       bind(`${top}/d/tmp`, '/tmp', []),

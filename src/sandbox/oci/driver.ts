@@ -83,6 +83,8 @@ function capabilitiesOf(
 export class OciDriver implements SandboxDriver {
   readonly name: string;
   readonly capabilities: SandboxCapabilities;
+  /** Owners whose leftovers this start removed. */
+  readonly cleaned: number;
   readonly #runtime: OciRuntime;
   readonly #options: OciOptions;
   readonly #cgroups: CgroupHost | null;
@@ -99,10 +101,12 @@ export class OciDriver implements SandboxDriver {
     runtime: OciRuntime;
     supervisor: Supervisor;
     cgroups: CgroupHost | null;
+    cleaned: number;
   }) {
     const { options, runtime, supervisor, cgroups } = parts;
     this.name = options.runtime;
     this.#options = options;
+    this.cleaned = parts.cleaned;
     this.#runtime = runtime;
     this.#cgroups = cgroups;
     this.#supervisor = supervisor;
@@ -143,10 +147,11 @@ export class OciDriver implements SandboxDriver {
           ])
         : [[]];
     let failure: unknown;
+    const cleaned = { owners: 0 }; // by each of the starts below
     for (const flags of platforms) {
       const chosen = { ...runtime, flags: [...runtime.flags, ...flags] };
       try {
-        return await OciDriver.#proven({ ...options, dir }, chosen);
+        return await OciDriver.#proven({ ...options, dir }, chosen, cleaned);
       } catch (error) {
         failure = error;
       }
@@ -154,10 +159,21 @@ export class OciDriver implements SandboxDriver {
     throw failure;
   }
 
-  static async #proven(options: OciOptions, runtime: OciRuntime): Promise<OciDriver> {
+  static async #proven(
+    options: OciOptions,
+    runtime: OciRuntime,
+    cleaned: { owners: number },
+  ): Promise<OciDriver> {
     const cgroups = options.cgroups === false ? null : findCgroups();
     const supervisor = await OciDriver.#supervise(options, runtime, cgroups);
-    const driver = new OciDriver({ options, runtime, supervisor, cgroups });
+    cleaned.owners += supervisor.ready.cleaned;
+    const driver = new OciDriver({
+      options,
+      runtime,
+      supervisor,
+      cgroups,
+      cleaned: cleaned.owners,
+    });
     try {
       await (await driver.#make(DEFAULT_SPEC, false)).stop();
       return driver;
@@ -170,11 +186,6 @@ export class OciDriver implements SandboxDriver {
   static #supervise(options: OciOptions, runtime: OciRuntime, cgroups: CgroupHost | null) {
     const uidBase = options.uidBase ?? DEFAULT_UID_BASE;
     return Supervisor.start({ dir: options.dir, python: PYTHON, runtime, cgroups, uidBase });
-  }
-
-  /** Owners whose leftovers this start removed. */
-  get cleaned(): number {
-    return this.#supervisor.ready.cleaned;
   }
 
   /** The process that mounts the files: its end ends every sandbox. */

@@ -89,6 +89,7 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
       bytes: this.spec.diskBytes,
       inodes: this.spec.inodes,
       root: this.#layout.skeleton,
+      image: this.#layout.image,
     });
     await this.#connect();
   }
@@ -219,7 +220,7 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     try {
       await this.#kill();
       if (!(await this.#ended(10_000))) throw new Error('the container does not end');
-      await supervisor.request('delete', { sid: this.id, container: this.#container });
+      await supervisor.request('delete', { sid: this.id });
       await supervisor.request('fresh', { sid: this.id });
       await this.#connect();
     } catch (error) {

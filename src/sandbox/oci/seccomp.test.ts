@@ -26,9 +26,11 @@ function passes(filter: Buffer, arch: number, nr: number, args: readonly bigint[
   }
 }
 
+const FORMS = { x64: ociSeccomp('x64', 'linux'), arm64: ociSeccomp('arm64', 'linux') };
+
 /** What the OCI form decides, as libseccomp does: the rule whose comparisons all hold, or the default. */
 function decide(architecture: 'x64' | 'arm64', name: string, args: readonly bigint[]) {
-  const { syscalls, defaultAction, defaultErrnoRet } = ociSeccomp(architecture, 'linux');
+  const { syscalls, defaultAction, defaultErrnoRet } = FORMS[architecture];
   const matching = syscalls.filter(
     (rule) =>
       rule.names.includes(name) &&

@@ -29,10 +29,12 @@ from mounts import (  # noqa: E402
     CLONE_NEWNS,
     CLONE_NEWUSER,
     LIBC,
+    MS_BIND,
     MS_NODEV,
     MS_NOSUID,
     MS_PRIVATE,
     MS_REC,
+    MS_REMOUNT,
     check,
     die_with,
     mount,
@@ -40,6 +42,7 @@ from mounts import (  # noqa: E402
 )
 
 PR_SET_CHILD_SUBREAPER = 36
+MS_RDONLY = 1
 UID_BLOCK = 1024
 LOCKS = "/run/longhaul-sandbox"
 # In the private namespace this folder is covered by a tmpfs that holds bundles, state and workspaces: a path
@@ -128,6 +131,7 @@ class Box:
     def __init__(self, sid, command):
         self.sid = sid
         self.top = os.path.join(BASE, sid)
+        self.image = os.path.join(BASE, "image-" + sid)
         self.command = [*command, "--root", self.top + "/state"]
         self.container = None
         self.pid = 0  # the process whose end is the container's
@@ -249,6 +253,8 @@ class Supervisor:
                 file.write(text)
         for path, target in request["root"]["links"].items():
             os.symlink(target, root + path)
+        if request["image"]:
+            self.bind_image(box, request["image"])
         mount("tmpfs", box.top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
         for name, mode in (("ws", 0o755), ("tmp", 0o1777), ("shm", 0o1777)):
@@ -256,6 +262,17 @@ class Supervisor:
             os.mkdir(path)
             os.chown(path, request["uid"], request["uid"])
             os.chmod(path, mode)
+
+    def bind_image(self, box, directory):
+        """By a path that each uid can walk, and beside the sandbox's own folder, which is deleted with it."""
+        os.mkdir(box.image)
+        mount(directory, box.image, None, MS_BIND)
+        try:
+            mount(None, box.image, None, MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV)
+        except OSError as error:
+            # In a user namespace flags of the mount below may be locked; the container's own bind is read-only.
+            if error.errno != errno.EPERM:
+                raise
 
     def op_fresh(self, request):
         """Before a relaunch: what was in /tmp and /dev/shm is gone. Nothing of the guest runs."""
@@ -277,8 +294,8 @@ class Supervisor:
 
     def op_delete(self, request):
         """Has the runtime forget a container that has ended, or ends it."""
-        command = self.boxes[request["sid"]].command
-        return self.work(request, lambda: delete_container(command, request["container"]))
+        box = self.boxes[request["sid"]]
+        return self.work(request, lambda: self.forget(box))
 
     def op_runtime(self, request):
         """A command of the runtime about a container: pause or resume."""
@@ -302,12 +319,20 @@ class Supervisor:
             os.kill(box.pid, signal.SIGKILL)
 
         def job():
-            if box.container:
-                delete_container(box.command, box.container)
+            self.forget(box)
             unmount(box.top + "/d")
+            if os.path.isdir(box.image):
+                unmount(box.image)
+                os.rmdir(box.image)
             shutil.rmtree(box.top, ignore_errors=True)
 
         return self.work(request, job)
+
+    def forget(self, box):
+        """Has the runtime delete a container. What its own process starts and keeps needs no deletion: all of
+        it ends with that process, and its state with the sandbox's folder."""
+        if box.container and self.config["deletes"]:
+            delete_container(box.command, box.container)
 
     def work(self, request, job):
         """Runs something slow in a child and answers at its end."""
@@ -547,12 +572,12 @@ class Supervisor:
         for group in groups:
             for path, _, _ in os.walk(group):
                 thaw(path)
+                kill_group(path)
         for box in self.boxes.values():
             if box.pid:
                 os.kill(box.pid, signal.SIGKILL)
         for box in self.boxes.values():
-            if box.container:
-                delete_container(box.command, box.container)
+            self.forget(box)
         remove_groups(groups)
         shutil.rmtree(self.owner_dir, ignore_errors=True)
 

@@ -128,6 +128,7 @@ export class Supervisor {
         ownerDir,
         runtime: runtime.binary,
         flags: runtime.flags,
+        deletes: runtime.isolation !== 'gvisor',
         hideUnified: runtime.hideUnified && hybridCgroups(),
         cgroups: groups,
         uidBase: options.uidBase,
