@@ -15,6 +15,8 @@ export interface Row {
   /** The bar in words. */
   bar: string;
   pass: boolean;
+  /** How it was measured, what the baseline is, and what could not be measured, in words. */
+  note?: string;
 }
 
 /** The q-th quantile (0 to 1) of measurements, by nearest rank. */
@@ -26,8 +28,15 @@ export function quantile(samples: readonly number[], q: number): number {
   return value;
 }
 
+export interface BenchRun {
+  /** Fewer measurements, to see that a row works; bars are not meant for it. */
+  quick: boolean;
+  /** One line for whoever waits. */
+  progress(line: string): void;
+}
+
 /** Rows that are measured in one go, in a folder below the home. */
 export interface RowGroup {
   names: readonly string[];
-  measure: (home: string) => Promise<Row[]>;
+  measure: (home: string, run: BenchRun) => Promise<Row[]>;
 }

@@ -1,11 +1,18 @@
 import { readFileSync } from 'node:fs';
 import { Command, CommanderError, InvalidArgumentError, Option } from 'commander';
 import { attribute, LonghaulError, RunKind, RunStatus } from '../core/index.ts';
+import * as sandboxOptions from './commands/sandbox-options.ts';
 import { Output } from './output.ts';
 import { Platform } from './platform.ts';
 
 /** Leaves a margin to ten minutes on a loaded machine. */
 const DEFAULT_MINUTES = 6;
+
+const EXEC_HELP = `
+Exit code: the command's; 128 + n when signal n ended it; 124 when it ran out of time; 127 when it does
+not exist inside; 2 for wrong usage and 3 when this machine gives no sandbox. A command that ends with 2
+or 3 itself is told apart by --json.
+`;
 
 /** Exit codes: 0 done, 1 the work failed, 2 wrong usage, 3 environment or infrastructure. */
 export async function main(argv: readonly string[]): Promise<void> {
@@ -18,8 +25,14 @@ export async function main(argv: readonly string[]): Promise<void> {
     }
     await program.parseAsync(argv as string[], { from: 'user' });
   } catch (thrown) {
-    process.exitCode = report(thrown, argv.includes('--json'));
+    process.exitCode = report(thrown, beforeCommand(argv).includes('--json'));
   }
+}
+
+/** What is ours of a command line: after `--` comes somebody else's. */
+function beforeCommand(argv: readonly string[]): readonly string[] {
+  const end = argv.indexOf('--');
+  return end < 0 ? argv : argv.slice(0, end);
 }
 
 /** `longhaul show | head` ends quietly, and a run goes on when nobody reads what it says. */
@@ -208,6 +221,54 @@ function build(): Command {
       ),
     );
 
+  const sandbox = program
+    .command('sandbox')
+    .description(
+      'run one command in a sandbox of this machine, or see what sandboxes can hold here',
+    );
+
+  sandbox
+    .command('exec')
+    .description('run a command in a sandbox of its own; the exit code is the command’s')
+    .argument('[argv...]', 'after `--`: the command and its arguments')
+    .option(
+      '--image <image>',
+      'root file system: host, dir:PATH or image:DIGEST',
+      sandboxOptions.image,
+    )
+    .option('--memory <size>', 'for example 512m', sandboxOptions.size)
+    .option('--cpus <n>', 'cores, for example 0.5', sandboxOptions.cores)
+    .option('--pids <n>', 'processes at once', sandboxOptions.count)
+    .option('--disk <size>', 'files of workspace and /tmp together', sandboxOptions.size)
+    .option(
+      '--timeout <time>',
+      'for example 30s; then the whole tree is killed',
+      sandboxOptions.duration,
+      60_000,
+    )
+    .option(
+      '--allow <host[:port]>',
+      'let this through to the network; may be repeated',
+      sandboxOptions.several(sandboxOptions.networkRule),
+    )
+    .option('--python <code>', 'a Python snippet instead of a command; its output comes at its end')
+    .option('--stdin', 'pass standard input on')
+    .addHelpText('after', EXEC_HELP)
+    .action(
+      command(async (platform, argv, options) =>
+        (await import('./commands/sandbox.ts')).exec(platform, argv, options),
+      ),
+    );
+
+  sandbox
+    .command('doctor')
+    .description('try what this machine can enforce on a sandbox, and say how to get the rest')
+    .action(
+      command(async (platform) =>
+        (await import('./commands/sandbox-doctor.ts')).sandboxDoctor(platform),
+      ),
+    );
+
   program
     .command('doctor')
     .description('what this machine can do, what it lacks, and how to get it')
@@ -221,11 +282,12 @@ function build(): Command {
   program
     .command('bench')
     .description('measure figures against their bars')
-    .argument('<room>', 'skeleton, engine or quickstart')
+    .argument('<room>', 'skeleton, engine, sandbox or quickstart')
     .argument('[row]', 'one row of it')
+    .option('--quick', 'fewer measurements where a row allows it; its bars are not meant for that')
     .action(
-      command(async (platform, [room = '', row]) =>
-        (await import('./commands/bench.ts')).bench(platform, room, row),
+      command(async (platform, [room = '', row], options) =>
+        (await import('./commands/bench.ts')).bench(platform, room, row, options),
       ),
     );
 

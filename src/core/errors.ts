@@ -93,6 +93,11 @@ export const ERROR_CODES = {
     status: 503,
     next: 'The sandbox was replaced; the call can be repeated.',
   },
+  LayerDamaged: {
+    class: 'terminal',
+    status: 500,
+    next: 'The disk lost or changed part of it: restore its folder from a backup, or fork the run at an earlier step; `longhaul sandbox doctor` lists the layers that are whole.',
+  },
   FileRefused: {
     class: 'usage',
     status: 422,

@@ -52,7 +52,7 @@ export interface NetworkRule {
    * proxy; with `upgrade` the proxy itself speaks TLS to the server.
    */
   inject?: Readonly<Record<string, { env: string; prefix?: string }>>;
-  /** Plain HTTP from inside becomes HTTPS outside, on port 443. */
+  /** Plain HTTP from inside becomes HTTPS outside; port 80 becomes 443, another port stays. */
   upgrade?: boolean;
 }
 

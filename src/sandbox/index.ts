@@ -1,5 +1,7 @@
 export { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
 export * from './contract.ts';
+export { examineLimits, type LimitFinding } from './examine.ts';
+export { durableLayers, examineMachine, type MachineFinding } from './machine.ts';
 export {
   type OpenedSandboxes,
   type OpenSandboxesOptions,
@@ -7,4 +9,5 @@ export {
   type Probe,
   probeBubblewrap,
 } from './open.ts';
+export { DRIVER_PROBES, type DriverReport, type ProbedDriver, probeDriver } from './probes.ts';
 export { QuickJsDriver, type QuickJsOptions } from './quickjs/driver.ts';

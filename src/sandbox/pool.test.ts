@@ -1,5 +1,6 @@
 import { setTimeout as sleep } from 'node:timers/promises';
 import { describe, expect, test, vi } from 'vitest';
+import { LonghaulError } from '../core/index.ts';
 import { Pool } from './pool.ts';
 
 const WAIT_MS = 20_000;
@@ -49,6 +50,39 @@ describe('pool', () => {
     await pool.acquire('a');
     await vi.waitFor(() => expect(pool.ready('a')).toBe(2), WAIT_MS);
     expect(pool.live).toBe(3);
+    await pool.close();
+  });
+
+  test('a machine that is full makes requests wait, as long as somebody will make room', async () => {
+    let room = 2;
+    const pool: Pool<Member> = new Pool<Member>({
+      warm: 0,
+      maxLive: 100,
+      waitMs: WAIT_MS,
+      make: async () => {
+        if (room === 0)
+          throw new LonghaulError('SandboxUnavailable', 'no process left', { retryAfterMs: 5 });
+        room--;
+        return new Member(() => {
+          room++;
+          pool.release();
+        });
+      },
+    });
+    const held = await Promise.all([pool.acquire('a'), pool.acquire('a')]);
+    let third: Member | null = null;
+    const waiting = pool.acquire('a').then((member) => {
+      third = member;
+      return member;
+    });
+    await sleep(50);
+    expect(third).toBeNull();
+    await held[0]!.stop();
+    await (await waiting).stop();
+    await held[1]!.stop();
+    room = 0; // nobody is left to make room
+    await expect(pool.acquire('a')).rejects.toMatchObject({ code: 'SandboxUnavailable' });
+    expect(pool.live).toBe(0);
     await pool.close();
   });
 

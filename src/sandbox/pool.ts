@@ -1,3 +1,4 @@
+import { setTimeout as sleep } from 'node:timers/promises';
 import { LonghaulError } from '../core/index.ts';
 
 /** What the pool keeps ready. */
@@ -8,7 +9,7 @@ export interface Poolable {
 }
 
 export interface PoolOptions<T> {
-  /** Makes one for a key's spec. */
+  /** Makes one for a key's spec. An error with `retryAfterMs` says that the machine is full just now. */
   make(key: string): Promise<T>;
   /** Members kept ready for each key that was asked for. */
   warm: number;
@@ -79,16 +80,31 @@ export class Pool<T extends Poolable> {
       }
       await this.#discard(member);
     }
-    const waited = await this.#place(key);
-    if (waited) return waited;
-    try {
-      const member = await this.#options.make(key);
-      this.#refill(key);
-      return member;
-    } catch (error) {
-      this.release();
-      throw error;
+    const deadline = Date.now() + this.#options.waitMs;
+    for (;;) {
+      const waited = await this.#place(key, deadline);
+      if (waited) return waited;
+      try {
+        const member = await this.#options.make(key);
+        this.#refill(key);
+        return member;
+      } catch (error) {
+        this.release();
+        const retryMs = error instanceof LonghaulError ? error.retryAfterMs : undefined;
+        // Full now: others are alive and will make room, idle ones of other specs first.
+        if (retryMs === undefined || this.#live === 0 || Date.now() + retryMs > deadline)
+          throw error;
+        await this.#shedIdle(key);
+        await sleep(retryMs);
+      }
     }
+  }
+
+  /** Stops one ready member of another key, if there is one. */
+  async #shedIdle(key: string): Promise<void> {
+    const idle = [...this.#ready.entries()].find(([other, list]) => other !== key && list.length);
+    const victim = idle?.[1].shift();
+    if (victim) await this.#discard(victim);
   }
 
   /** A member that was handed out is gone: its place is free. */
@@ -110,13 +126,9 @@ export class Pool<T extends Poolable> {
   }
 
   /** Takes a place, making room from idle members of other keys, or waits for one or for a member. */
-  async #place(key: string): Promise<T | null> {
+  async #place(key: string, deadline: number): Promise<T | null> {
     if (this.#closed) throw closed();
-    if (this.#live >= this.#options.maxLive) {
-      const idle = [...this.#ready.entries()].find(([other, list]) => other !== key && list.length);
-      const victim = idle?.[1].shift();
-      if (victim) await this.#discard(victim);
-    }
+    if (this.#live >= this.#options.maxLive) await this.#shedIdle(key);
     if (this.#live < this.#options.maxLive) {
       this.#live++;
       return null;
@@ -138,7 +150,7 @@ export class Pool<T extends Poolable> {
             { next: 'Stop sandboxes that are no longer needed, or raise maxLive.' },
           ),
         );
-      }, this.#options.waitMs);
+      }, deadline - Date.now());
       this.#waiters.push(waiter);
     });
     if (this.#closed) throw closed();

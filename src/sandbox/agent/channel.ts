@@ -67,7 +67,10 @@ export class AgentChannel {
       this.#chunks = [data];
       const total = data.readUInt32BE(0);
       const size = data.readUInt32BE(4);
-      if (total > MAX_FRAME_BYTES || size > total) return this.#malformed();
+      if (total > MAX_FRAME_BYTES || size > total) {
+        this.#malformed();
+        return;
+      }
       this.#needed = PREFIX_BYTES + total;
       if (data.length < this.#needed) return;
       const header = data.subarray(PREFIX_BYTES, PREFIX_BYTES + size);
@@ -79,7 +82,8 @@ export class AgentChannel {
       try {
         this.#take({ header: JSON.parse(header.toString()), body });
       } catch {
-        return this.#malformed();
+        this.#malformed();
+        return;
       }
     }
   }
@@ -91,12 +95,19 @@ export class AgentChannel {
 
   #take(frame: Frame): void {
     const { header } = frame;
-    if (header.hello !== undefined) return this.#hear();
-    if (header.fault !== undefined) return this.#end(new Error(String(header.fault)));
+    if (header.hello !== undefined) {
+      this.#hear();
+      return;
+    }
+    if (header.fault !== undefined) {
+      this.#end(new Error(String(header.fault)));
+      return;
+    }
     if (header.tag !== undefined) {
       const listener = this.#tags.get(header.tag as number);
       if (header.exit !== undefined) this.#tags.delete(header.tag as number);
-      return listener?.(frame);
+      listener?.(frame);
+      return;
     }
     const waiting = this.#waiting.get(header.id as number);
     this.#waiting.delete(header.id as number);

@@ -1,7 +1,7 @@
 import { existsSync, lstatSync, readlinkSync } from 'node:fs';
 
 /** uid and gid inside: an ordinary user, mapped to the sandbox's own uid outside. */
-const INSIDE_ID = '1000';
+export const INSIDE_ID = 1000;
 /** Descriptors that the launcher prepares (launcher.py): the filter, and where process numbers are told. */
 const FILTER_FD = '3';
 const INFO_FD = '4';
@@ -30,11 +30,11 @@ export function bubblewrapCommand(sid: string): string[] {
     'bwrap',
     ...['--unshare-user', '--disable-userns', '--unshare-pid', '--unshare-net'],
     ...['--unshare-ipc', '--unshare-uts', '--unshare-cgroup-try'],
-    ...['--uid', INSIDE_ID, '--gid', INSIDE_ID, '--hostname', 'sandbox'],
+    ...['--uid', `${INSIDE_ID}`, '--gid', `${INSIDE_ID}`, '--hostname', 'sandbox'],
     ...['--cap-drop', 'ALL', '--new-session', '--die-with-parent', '--as-pid-1', '--clearenv'],
     ...systemDirectories(),
     ...['--ro-bind', '/tmp/etc', '/etc', '--ro-bind', '/tmp/init', '/.init'],
-    ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/d/shm`, '/dev/shm'],
+    ...['--proc', '/proc', '--dev', '/dev', '--bind', `${own}/shm`, '/dev/shm'],
     ...[
       '--remount-ro',
       '/dev',

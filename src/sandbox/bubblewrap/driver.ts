@@ -3,7 +3,7 @@ import { mkdirSync } from 'node:fs';
 import { availableParallelism } from 'node:os';
 import { join, resolve } from 'node:path';
 import type { Readable } from 'node:stream';
-import { LonghaulError } from '../../core/index.ts';
+import { attribute, LonghaulError } from '../../core/index.ts';
 import { exportArchive, importArchive } from '../agent/layer-archive.ts';
 import {
   DEFAULT_SPEC,
@@ -18,9 +18,9 @@ import { type NetworkHandle, NetworkProxy } from '../network/proxy.ts';
 import { compilePolicy } from '../network/rules.ts';
 import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
-import { LayerRegistry, type LayerStack } from './layers.ts';
+import { LayerRegistry, type LayerReport, type LayerStack } from './layers.ts';
 import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
-import { Supervisor } from './supervisor.ts';
+import { type LayerRef, RETRY_MS, Supervisor } from './supervisor.ts';
 import { findTools } from './tools.ts';
 
 export interface BubblewrapOptions {
@@ -146,9 +146,11 @@ export class BubblewrapDriver implements SandboxDriver {
     if (!root) return 0;
     // Without id-mapped mounts (kernel before 6.3) a fork could not read its parent's layers.
     if (!idmap) return this.#uidBase;
-    const uid = this.#freeUids.shift();
+    const uid = this.#freeUids.pop();
     if (uid === undefined)
-      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use');
+      throw new LonghaulError('SandboxUnavailable', 'every sandbox uid of this driver is in use', {
+        retryAfterMs: RETRY_MS,
+      });
     return uid;
   }
 
@@ -282,14 +284,14 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   /** A volatile layer that nobody needs: its files go now, its tmpfs when the last one on it goes. */
-  #unused(ref: { home: string; name: string }): void {
+  #unused(ref: LayerRef): void {
     const supervisor = this.#supervisor;
-    if (this.#sandboxes.has(ref.home)) {
-      void supervisor.request('discard', { sid: ref.home, name: ref.name }).catch(() => {});
-      return;
-    }
-    const keep = this.#registry.usedNames(ref.home);
-    void supervisor.request('close', { sid: ref.home, keep }).catch(() => {});
+    const tell = (op: string, fields: Record<string, unknown>) => {
+      supervisor.request(op, fields).catch(() => {});
+    };
+    if ('durable' in ref) tell('unhold', { layer: ref.durable });
+    else if (this.#sandboxes.has(ref.home)) tell('discard', { sid: ref.home, name: ref.name });
+    else tell('close', { sid: ref.home, keep: this.#registry.usedNames(ref.home) });
   }
 
   async hasLayer(layer: LayerId): Promise<boolean> {
@@ -297,14 +299,13 @@ export class BubblewrapDriver implements SandboxDriver {
   }
 
   async dropLayer(layer: LayerId): Promise<void> {
-    const unneeded = this.#registry.drop(layer, (id) =>
-      [...this.#sandboxes.values()].some((sandbox) =>
-        sandbox.stack.some((ref) => 'durable' in ref && ref.durable === id),
-      ),
-    );
-    if (unneeded.length === 0) return;
+    if (this.#registry.dropVolatile(layer) || !this.#registry.durable().includes(layer)) return;
+    await this.#collect({ drop: [layer], unnamed: [] });
+  }
+
+  async #collect(what: { drop: LayerId[]; unnamed: LayerId[] }): Promise<PruneReport> {
     await this.#alive();
-    await this.#supervisor.request('forget', { layers: unneeded });
+    return (await this.#supervisor.request('collect', what)) as PruneReport;
   }
 
   async exportLayer(layer: LayerId): Promise<Readable> {
@@ -318,20 +319,31 @@ export class BubblewrapDriver implements SandboxDriver {
   async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
     const candidates = this.#registry.candidates();
     const keep = await named();
-    const inUse = new Set(
-      [...this.#sandboxes.values()].flatMap((sandbox) =>
-        sandbox.stack.flatMap((ref) => ('durable' in ref ? [ref.durable] : [])),
-      ),
-    );
-    const { removed, bytesFreed, kept } = this.#registry.prune(
-      candidates,
-      (id) => keep.has(id) || inUse.has(id),
-    );
-    if (removed.length > 0) {
-      await this.#alive();
-      await this.#supervisor.request('forget', { layers: removed });
+    return this.#collect({ drop: [], unnamed: candidates.filter((id) => !keep.has(id)) });
+  }
+
+  /**
+   * The durable layers and the state of each, for a person. `full` reads every file and holds it against
+   * the layer's id; otherwise only what describes the layers is read.
+   */
+  async *verifyLayers(options: { full?: boolean } = {}): AsyncGenerator<LayerReport> {
+    await this.#alive();
+    for (const id of this.#registry.durable()) {
+      const report = this.#registry.report(id);
+      if (report?.state === 'damaged' || !options.full) {
+        if (report) yield report;
+        continue;
+      }
+      try {
+        const known = await this.#supervisor.request('verify', { layer: id });
+        if (report) yield { ...report, state: known ? 'whole' : 'unverifiable' };
+      } catch (error) {
+        const { code, message } = attribute(error, 'SandboxUnavailable');
+        if (code === 'NotFound') continue; // removed meanwhile
+        if (code !== 'LayerDamaged') throw error;
+        yield { id, ...report, state: 'damaged', detail: message };
+      }
     }
-    return { removed, bytesFreed, kept };
   }
 
   close(): Promise<void> {

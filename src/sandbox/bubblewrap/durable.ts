@@ -1,7 +1,11 @@
-import { type LayerRegistry, type LayerStack, newDurableId, type Weight } from './layers.ts';
+import type { DurableRef, LayerRegistry, LayerStack, Weight } from './layers.ts';
 import { type LayerRef, layerOwner, type Supervisor } from './supervisor.ts';
 
-type DurableRef = Extract<LayerRef, { durable: string }>;
+/** Durable layers on each other before the topmost are merged. Short of where volatile ones are, so that
+ * these always have room above them. */
+const DURABLE_DEPTH = 24;
+/** A merge takes at least this many, so that it is not soon due again. */
+export const LEAST_MERGED = 8;
 
 /** A workspace that is to be kept: the layers below it, and its upper layer. */
 export interface Freezing {
@@ -15,25 +19,42 @@ export interface Freezing {
   supervisor: Supervisor;
   registry: LayerRegistry;
   uidBase: number;
-  /** Stacks this deep are copied as one layer. */
-  squashDepth: number;
 }
 
-/** Copies the workspace to disk: the durable layers it stands on from then on, topmost first. */
-export async function freezeDurable(freezing: Freezing): Promise<DurableRef[]> {
-  const { stack, supervisor } = freezing;
+/**
+ * Copies the workspace to disk: the durable layers it stands on from then on, topmost first. What was made
+ * is added to `made` and held, also where a later copy fails.
+ */
+export async function freezeDurable(
+  freezing: Freezing,
+  made: DurableRef[],
+): Promise<readonly DurableRef[]> {
+  const { sid, stack, upper, uid, supervisor } = freezing;
+  // Copies the layers that are not durable yet, lowest first: each names those below it.
+  const settle = async (layers: LayerStack, merged: number, shows: Weight | null) => {
+    const keep = async (sources: LayerStack, below: DurableRef[], top: boolean) => {
+      const ref = await copy(freezing, sources, below, !top, top ? shows : null);
+      made.push(ref);
+      freezing.registry.hold([ref]);
+      return [ref, ...below];
+    };
+    let below: DurableRef[] = [];
+    for (const ref of layers.slice(merged).reverse())
+      below = 'durable' in ref ? [ref, ...below] : await keep([ref], below, false);
+    return keep(layers.slice(0, merged), below, true);
+  };
+
+  const unchanged =
+    stack.length > 0 && (await supervisor.request('unchanged', { sid, upper })) === true;
+  const layers: LayerStack = unchanged ? stack : [{ home: sid, name: upper, uid }, ...stack];
+  if (layers.every((ref): ref is DurableRef => 'durable' in ref)) return layers;
   const shows = await shown(freezing);
-  const whole = shows === 'garbage' || stack.length >= freezing.squashDepth;
-  if (whole || !supervisor.ready.stackable)
-    return [await copy(freezing, { merged: true }, [], false)];
-  // Every volatile layer of the stack, the upper one last: it names the others.
-  let below: DurableRef[] = [];
-  for (const ref of [...stack].reverse()) {
-    const durable = 'durable' in ref ? ref : await copy(freezing, ref, below, true);
-    below = [durable, ...below];
-  }
-  const upper = { home: freezing.sid, name: freezing.upper };
-  return [await copy(freezing, upper, below, false, shows), ...below];
+  if (shows === 'garbage' || !supervisor.ready.stackable)
+    return settle(layers, layers.length, null);
+  if (layers.length <= DURABLE_DEPTH) return settle(layers, 1, shows);
+  const least = Math.max(LEAST_MERGED, layers.length - DURABLE_DEPTH + LEAST_MERGED);
+  const merged = await supervisor.request('tier', { sources: layers, least });
+  return settle(layers, merged as number, shows);
 }
 
 /**
@@ -53,22 +74,16 @@ async function shown(freezing: Freezing): Promise<Weight | 'garbage' | null> {
 }
 
 async function copy(
-  { sid, supervisor, uidBase }: Freezing,
-  source: { home: string; name: string } | { merged: true },
-  below: DurableRef[],
+  { supervisor, uidBase }: Freezing,
+  sources: readonly LayerRef[],
+  below: readonly DurableRef[],
   internal: boolean,
-  shows: Weight | null = null,
+  shows: Weight | null,
 ): Promise<DurableRef> {
-  const id = newDurableId();
-  const uid = layerOwner({ uidBase }, supervisor.ready.root);
-  await supervisor.request('copy', {
-    ...('merged' in source ? { sid, merged: true } : { sid: source.home, name: source.name }),
-    target: `partial-${supervisor.owner}-${id}`,
-    final: id,
-    uid,
+  const uid = layerOwner(supervisor.ready, uidBase);
+  const id = await supervisor.request('copy', {
+    sources,
     meta: {
-      version: 1,
-      id,
       uid,
       parents: below.map((ref) => ref.durable),
       createdAt: new Date().toISOString(),
@@ -76,5 +91,5 @@ async function copy(
       ...(shows && { shows }),
     },
   });
-  return { durable: id, uid };
+  return { durable: id as string, uid };
 }

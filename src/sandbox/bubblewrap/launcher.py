@@ -148,12 +148,19 @@ class Launcher:
 
     def start_relay(self, box):
         """A process that listens inside and carries what comes to the owner's filtering proxy."""
-        listener = listen_inside(box.process, PROXY_PORT)
         supervisor = os.getpid()
+        listening, say = os.pipe()
         pid = fork_bound()
         if pid == 0:
             try:
                 signal.set_wakeup_fd(-1)
+                # Without root there is no way back from a network namespace: only this process goes.
+                check(LIBC.setns(box.process, CLONE_NEWNET), "setns")
+                listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", PROXY_PORT))
+                listener.listen(64)
+                os.write(say, b"1")
                 for cgroup in box.cgroups:  # what it costs is the guest's
                     with open(cgroup + "/cgroup.procs", "w") as file:
                         file.write("0")
@@ -169,7 +176,9 @@ class Launcher:
                 os.write(2, ("sandbox relay: %r\n" % error).encode())
             finally:
                 os._exit(1)
-        listener.close()
+        os.close(say)
+        os.read(listening, 1)  # its end, if it fails: the guest then finds nobody listening
+        os.close(listening)
         box.relay = pid
 
     def send_agent(self, box):
@@ -256,18 +265,3 @@ def become_bubblewrap(program, argv, cgroups, uid, supervisor, fds):
     # An empty environment: process 1's is readable inside as /proc/1/environ.
     os.execve(program, argv, {})
 
-
-def listen_inside(process, port):
-    """A TCP socket that listens on the loopback of a process's network namespace: a socket stays in the
-    namespace it was made in, whoever holds it."""
-    own = os.open("/proc/self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-    check(LIBC.setns(process, CLONE_NEWNET), "setns")
-    try:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("127.0.0.1", port))
-        listener.listen(64)
-        return listener
-    finally:
-        check(LIBC.setns(own, CLONE_NEWNET), "setns")
-        os.close(own)

@@ -72,8 +72,8 @@ def drop_capabilities():
     LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def user_namespace(inside, outside):
-    """A descriptor of a user namespace that maps `inside` to `outside`, for an id-mapped mount."""
+def user_namespace(pairs):
+    """A descriptor of a user namespace that maps one id to another for each pair, for id-mapped mounts."""
     ready, go = os.pipe(), os.pipe()
     pid = fork_bound()
     if pid == 0:
@@ -85,7 +85,7 @@ def user_namespace(inside, outside):
             raise OSError(errno.EPERM, "unshare of a user namespace")
         for name in ("uid_map", "gid_map"):
             with open("/proc/%d/%s" % (pid, name), "w") as file:
-                file.write("%d %d 1" % (inside, outside))
+                file.write("".join("%d %d 1\n" % pair for pair in pairs))
         return os.open("/proc/%d/ns/user" % pid, os.O_RDONLY | os.O_CLOEXEC)
     finally:
         os.write(go[1], b"1")

@@ -14,9 +14,17 @@ import { proxyEnvironment } from '../network/environment.ts';
 import type { NetworkHandle } from '../network/proxy.ts';
 import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
-import { freezeDurable } from './durable.ts';
-import type { LayerRegistry, LayerStack } from './layers.ts';
-import { adviseOn, type LayerRef, type SandboxExit, type Supervisor } from './supervisor.ts';
+import { freezeDurable, LEAST_MERGED } from './durable.ts';
+import type { DurableRef, LayerRegistry, LayerStack, Weight } from './layers.ts';
+import {
+  adviseOn,
+  type LayerRef,
+  layerOwner,
+  RETRY_MS,
+  type SandboxExit,
+  type Supervisor,
+  saidExhausted,
+} from './supervisor.ts';
 
 const START_TIMEOUT_MS = 30_000;
 /** Opening a missing name costs one look-up a layer; figures in docs show where that begins to hurt. */
@@ -122,6 +130,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       throw new LonghaulError('SandboxUnavailable', `bubblewrap did not start: ${text}`, {
         next: adviseOn(text),
         cause: error,
+        retryAfterMs: saidExhausted(text) ? RETRY_MS : undefined,
       });
     } finally {
       clearTimeout(timer);
@@ -145,19 +154,23 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     options: { freshTmp?: boolean; discard?: string; retired?: string } = {},
   ): Promise<void> {
     const { registry, supervisor } = this.#host;
+    const weight = registry.weight(stack, this.id);
     registry.hold(stack);
     const upper = `u${++this.#uppers}`;
-    const weight = registry.weight(stack);
     try {
-      await supervisor.request('workspace', {
+      const used = await supervisor.request('workspace', {
         sid: this.id,
         lower: stack,
         upper,
         ...options,
-        // What durable layers hold on disk counts too; there is always room for a little.
-        bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
-        inodes: Math.max(this.spec.inodes - weight.inodes, 64),
+        ...this.#room(weight),
       });
+      if (options.retired !== undefined && stack[0]) registry.noteUsed(stack[0], used as Weight);
+      if (!weight.counted && this.#heavy(weight)) {
+        const shows = (await supervisor.request('count', { sid: this.id })) as Weight;
+        registry.noteShown(stack, shows);
+        await supervisor.request('resize', { sid: this.id, ...this.#room(shows) });
+      }
     } catch (error) {
       registry.release(stack);
       throw error;
@@ -168,9 +181,22 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     registry.release(old);
   }
 
+  /** What layers hold that are not on the sandbox's own file system counts too; there is always room for a little. */
+  #room(weight: Weight): Weight {
+    return {
+      bytes: Math.max(this.spec.diskBytes - weight.bytes, 64 * 1024),
+      inodes: Math.max(this.spec.inodes - weight.inodes, 64),
+    };
+  }
+
+  /** Whether counting what is shown may free much. */
+  #heavy(weight: Weight): boolean {
+    return weight.bytes > this.spec.diskBytes / 2 || weight.inodes > this.spec.inodes / 2;
+  }
+
   /** A ready sandbox takes the workspace of `stack` before anybody has used it. */
   adopt(stack: LayerStack): Promise<void> {
-    return this.enqueue(() => this.#mount(stack, { freshTmp: true, discard: this.#upper }));
+    return this.enqueue(() => this.#mount(stack, { discard: this.#upper }));
   }
 
   // What the agent's calls need
@@ -263,8 +289,13 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   // Layers
 
+  #layer(name: string): LayerRef {
+    const { supervisor, uidBase } = this.#host;
+    return { home: this.id, name, uid: layerOwner(supervisor.ready, uidBase) };
+  }
+
   #frozen(): LayerRef {
-    return { home: this.id, name: this.#upper, uid: this.uid };
+    return this.#layer(this.#upper);
   }
 
   snapshot(options: SnapshotOptions = {}): Promise<LayerId> {
@@ -280,31 +311,44 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         return this.#host.registry.addVolatile(this.#stack);
       }
       const { supervisor, registry, uidBase } = this.#host;
-      const stack = await freezeDurable({
-        sid: this.id,
-        stack: this.#stack,
-        upper: this.#upper,
-        uid: this.uid,
-        diskBytes: this.diskBytes,
-        limit: { bytes: this.spec.diskBytes, inodes: this.spec.inodes },
-        supervisor,
-        registry,
-        uidBase,
-        squashDepth: SQUASH_DEPTH,
-      });
-      await this.#mount(stack, { discard: this.#upper });
-      return stack[0]!.durable;
+      const made: DurableRef[] = [];
+      try {
+        const freezing = {
+          sid: this.id,
+          stack: this.#stack,
+          upper: this.#upper,
+          uid: this.uid,
+          diskBytes: this.diskBytes,
+          limit: { bytes: this.spec.diskBytes, inodes: this.spec.inodes },
+          supervisor,
+          registry,
+          uidBase,
+        };
+        const stack = await freezeDurable(freezing, made);
+        await this.#mount(stack, { discard: this.#upper });
+        return stack[0]!.durable;
+      } finally {
+        for (const ref of made) registry.release([ref]);
+      }
     });
   }
 
   /** The upper layer becomes the top of the stack; a fresh one is mounted over it. */
   async #freeze(): Promise<void> {
-    const { supervisor } = this.#host;
-    if (this.#stack.length < SQUASH_DEPTH)
-      return this.#mount([this.#frozen(), ...this.#stack], { retired: this.#upper });
+    const stack = [this.#frozen(), ...this.#stack];
+    if (stack.length <= SQUASH_DEPTH) return this.#mount(stack, { retired: this.#upper });
     const name = `q${++this.#uppers}`;
-    await supervisor.request('squash', { sid: this.id, name });
-    await this.#mount([{ home: this.id, name, uid: this.uid }], { discard: this.#upper });
+    const durable = stack.findIndex((ref) => 'durable' in ref);
+    const sources = durable < 0 ? stack : stack.slice(0, durable);
+    const merged = (await this.#host.supervisor.request('squash', {
+      sid: this.id,
+      name,
+      sources,
+      based: sources.length < stack.length,
+      least: LEAST_MERGED,
+    })) as number;
+    const squashed = this.#layer(name);
+    await this.#mount([squashed, ...stack.slice(merged)], { discard: this.#upper });
   }
 
   rollback(layer: LayerId): Promise<void> {

@@ -24,7 +24,8 @@ import time
 # Isolated mode (-I) leaves this folder out.
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 from launcher import Launcher  # noqa: E402
-from layercopy import copy_layer, count_shown  # noqa: E402
+from layercopy import TRUSTED, USER, Merge, Source, count_shown, remove_tree, tier  # noqa: E402
+from layerstore import LayerError, LayerStore  # noqa: E402
 from mounts import (  # noqa: E402
     CLONE_NEWNS,
     CLONE_NEWUSER,
@@ -48,6 +49,9 @@ from mounts import (  # noqa: E402
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
 UID_BLOCK = 1024
+# Of the guest, as command.ts says; files of layers are stored under it.
+INSIDE_ID = 1000
+MAX_NAMESPACES = 256
 # Room beyond a sandbox's limit while its workspace is mounted: a full one gets a fresh layer too.
 HEADROOM_BYTES, HEADROOM_INODES = 1024 * 1024, 64
 
@@ -58,10 +62,10 @@ class Box:
     def __init__(self, sid, uid):
         self.sid = sid
         self.uid = uid
-        self.limit = (0, 0)
-        self.mapped = set()
-        self.namespaces = {}
-        self.tmp = None
+        self.limit = self.set = (0, 0)
+        self.blank = None
+        self.views = set()  # id-mapped mounts
+        self.tmp = self.shm = None
         self.network = False
         self.cgroups = []
         self.waiting = None
@@ -81,7 +85,7 @@ class Supervisor:
         self.config = config
         self.selector = selectors.DefaultSelector()
         self.sandboxes = {}
-        self.workers = {}
+        self.workers = set()
         self.input = b""
         self.owner_dir = config["ownerDir"]
         # One supervisor at a time here: nobody sees a folder between its making and its locking.
@@ -91,9 +95,13 @@ class Supervisor:
         os.close(gate)
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
+        self.prefix = TRUSTED if self.root else USER
+        self.namespaces = {}
+        self.store = LayerStore("layers", os.path.basename(self.owner_dir), self.prefix)
         self.idmap = self.root and self.probe_idmap("empty") and self.probe_idmap("layers")
         self.stackable = self.probe_layers()
         self.probe_overlay()
+        self.disk_id = INSIDE_ID if self.idmap else config["uidBase"] if self.root else 0
         self.discarded = 0
         self.janitor = self.start_janitor()
         self.launcher = Launcher(config, self.root, self.selector, self.answer, self.sandboxes.get)
@@ -126,30 +134,27 @@ class Supervisor:
             path = os.path.join(run_dir, name)
             if path == self.owner_dir or not os.path.isdir(path):
                 continue
-            fresh = time.time() - os.stat(path).st_mtime < 60
-            if fresh and not os.path.exists(os.path.join(path, "lock")):
-                continue  # its supervisor is just starting
+            owner = read_owner(path)
+            if not os.path.exists(os.path.join(path, "lock")) and starting(path, owner):
+                continue
             try:
                 fd = self.lock(os.path.join(path, "lock"), wait=False)
             except OSError:
                 continue
-            try:
-                with open(os.path.join(path, "owner.json")) as file:
-                    cgroups = json.load(file)["cgroups"]
-            except (OSError, ValueError, KeyError):
-                cgroups = []
-            for cgroup in cgroups:
+            gone = True
+            for cgroup in owner.get("cgroups", []):
                 # The record lies in a folder that others may write to: nothing but groups of ours.
                 if cgroup == "/sys/fs/cgroup" + os.path.normpath(cgroup[14:]) and cgroup.endswith("/longhaul-" + name):
-                    remove_cgroup(cgroup)
-            shutil.rmtree(path, ignore_errors=True)
+                    gone = remove_cgroup(cgroup) and gone
+            if gone:  # otherwise its record stays, for the next start
+                remove_tree(path)
             os.close(fd)
             cleaned += 1
         live = set(os.listdir(run_dir))
         for name in os.listdir(self.config["layersDir"]):
-            # partial-OWNER-ID: a copy that its owner did not live to finish
+            # partial-OWNER-...: a copy or a removal that its owner did not live to finish
             if name.startswith("partial-") and name.split("-")[1] not in live:
-                shutil.rmtree(os.path.join(self.config["layersDir"], name), ignore_errors=True)
+                remove_tree(os.path.join(self.config["layersDir"], name))
         return cleaned
 
     def claim_uids(self):
@@ -213,9 +218,7 @@ class Supervisor:
         containers), so that forks can have uids of their own."""
         os.mkdir("probe-idmap")
         try:
-            namespace = user_namespace(0, self.first_uid)
-            mount_mapped(source, "probe-idmap", namespace)
-            os.close(namespace)
+            mount_mapped(source, "probe-idmap", self.namespace(INSIDE_ID, self.first_uid))
             unmount("probe-idmap")
             return True
         except OSError:
@@ -230,7 +233,7 @@ class Supervisor:
         os.mkdir(path, 0o700)
         try:
             os.mknod(path + "/w", stat.S_IFCHR, 0)
-            os.setxattr(path, ("trusted" if self.root else "user") + ".overlay.opaque", b"y")
+            os.setxattr(path, self.prefix + "opaque", b"y")
             return True
         except OSError:
             return False
@@ -266,62 +269,94 @@ class Supervisor:
 
     # Workspaces
 
-    def layer_path(self, sandbox, layer):
-        """A layer's directory, seen through an id-mapped mount where it belongs to another uid."""
-        uid = sandbox.uid
-        if "durable" in layer:
-            # Mapped one by one: their folder is root's alone, and root has no rights through a mapping
-            # that leaves root out.
-            source, name, inner = "layers/%s/fs" % layer["durable"], layer["durable"], ""
-        else:
-            source, name, inner = "s%s/d" % layer["home"], layer["home"], "/" + layer["name"]
-        if not self.idmap or layer["uid"] == uid:
-            return source + inner
-        target = "s%s/m%s" % (sandbox.sid, name)
-        if target not in sandbox.mapped:
-            if layer["uid"] not in sandbox.namespaces:
-                sandbox.namespaces[layer["uid"]] = user_namespace(layer["uid"], uid)
+    def namespace(self, stored, uid):
+        """Of a mapping that shows what is stored under one id as another's; root stays root, for overlayfs."""
+        if (stored, uid) not in self.namespaces:
+            if len(self.namespaces) >= MAX_NAMESPACES:
+                os.close(self.namespaces.pop(next(iter(self.namespaces))))
+            self.namespaces[stored, uid] = user_namespace([(0, 0), (stored, uid)])
+        return self.namespaces[stored, uid]
+
+    def view(self, sandbox, source, name, stored):
+        """A directory as it looks to a sandbox's uid. Where mounts cannot be id-mapped: as it is."""
+        if not self.idmap:
+            return source
+        target = "s%s/%s" % (sandbox.sid, name)
+        if target not in sandbox.views:
             os.mkdir(target)
-            mount_mapped(source, target, sandbox.namespaces[layer["uid"]])
-            sandbox.mapped.add(target)
-        return target + inner
+            mount_mapped(source, target, self.namespace(stored, sandbox.uid))
+            sandbox.views.add(target)
+        return target
+
+    def forget_views(self, sandbox, names):
+        """Overlayfs has taken what it needs of them."""
+        for name in names:
+            target = "s%s/%s" % (sandbox.sid, name)
+            if target in sandbox.views:
+                unmount(target)
+                os.rmdir(target)
+                sandbox.views.discard(target)
+
+    def layer_path(self, sandbox, layer):
+        if "durable" in layer:
+            view = self.view(sandbox, "layers", "v%d" % layer["uid"], layer["uid"])
+            return "%s/%s/fs" % (view, layer["durable"])
+        return "%s/%s" % (self.view(sandbox, "s%s/d" % layer["home"], "v" + layer["home"], layer["uid"]), layer["name"])
 
     def op_open(self, request):
         sid, uid = request["sid"], request["uid"]
         top = "s%s" % sid
         os.mkdir(top, 0o755)
-        for name in ("ws", "tmp", "d"):
+        for name in ("ws", "tmp", "shm", "d"):
             os.mkdir("%s/%s" % (top, name), 0o755)
         sandbox = self.sandboxes[sid] = Box(sid, uid)
-        sandbox.limit = (request["bytes"], request["inodes"])
+        sandbox.limit = sandbox.set = (request["bytes"], request["inodes"])
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
-        os.mkdir(top + "/d/shm", 0o700)
-        os.chmod(top + "/d/shm", 0o1777)
-        os.chown(top + "/d/shm", uid, uid)
 
     def op_workspace(self, request):
-        """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace."""
+        """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace. Durable layers
+        are kept from removal from here on, and looked at where nobody has since the machine started.
+        Answers with what the sandbox's own file system held before."""
+        durable = [layer["durable"] for layer in request["lower"] if "durable" in layer]
+        if durable:
+            self.store.hold(durable[0])
+        unverified = self.store.unverified(durable)
+        if not unverified:
+            return self.mount_workspace(request)
+
+        def done(result):
+            if "error" in result:
+                return self.answer(dict(result, id=request["id"]))
+            self.store.trusted.update(unverified)
+            self.handle(request, self.mount_workspace)
+
+        self.work(lambda: self.store.check(unverified), done)
+        return NotImplemented
+
+    def mount_workspace(self, request):
         sandbox = self.sandboxes[request["sid"]]
-        top, uid = "s%s" % request["sid"], sandbox.uid
+        top = "s%s" % request["sid"]
         lower = [self.layer_path(sandbox, layer) for layer in request["lower"]] or ["empty"]
-        self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        used = self.make_room(sandbox)
         upper, work = "%s/d/%s" % (top, request["upper"]), "%s/d/work-%s" % (top, request["upper"])
         os.mkdir(upper, 0o755)
-        os.chown(upper, uid, uid)
+        os.chown(upper, self.disk_id, self.disk_id)
         os.mkdir(work, 0o700)
         unmount(top + "/ws")
-        self.overlay(lower, upper, work, top + "/ws")
+        below = os.stat(lower[0])
+        if request["lower"]:
+            # Its owner must be able to go in, whatever the guest made of the directory.
+            os.chmod(upper, stat.S_IMODE(below.st_mode) | 0o700)
+            os.utime(upper, ns=(below.st_atime_ns, below.st_mtime_ns))
+        own = self.view(sandbox, top + "/d", "v" + sandbox.sid, self.disk_id)
+        self.overlay(lower, *("%s/%s" % (own, os.path.basename(path)) for path in (upper, work)), top + "/ws")
+        homes = {"v" + layer["home"] for layer in request["lower"] if "home" in layer}
+        self.forget_views(sandbox, homes - {"v" + sandbox.sid})
+        sandbox.blank = self.look(upper)
         if request.get("freshTmp") or not sandbox.tmp:
-            fresh = "%s/d/tmp-%s" % (top, request["upper"])
-            os.mkdir(fresh)
-            os.chown(fresh, uid, uid)
-            os.chmod(fresh, 0o1777)
-            unmount(top + "/tmp")
-            mount(fresh, top + "/tmp", None, MS_BIND)
-            if sandbox.tmp:
-                self.discard(sandbox.tmp)
-            sandbox.tmp = fresh
+            sandbox.tmp = self.renew(sandbox, "tmp", sandbox.tmp, request["upper"])
+            sandbox.shm = self.renew(sandbox, "shm", sandbox.shm, request["upper"])
         if request.get("discard"):
             self.discard("%s/d/%s" % (top, request["discard"]))
             self.discard("%s/d/work-%s" % (top, request["discard"]))
@@ -329,7 +364,7 @@ class Supervisor:
             self.discard("%s/d/work-%s" % (top, request["retired"]))
         sandbox.limit = (request["bytes"], request["inodes"])
         if self.limit(sandbox) or not self.going(top):
-            return None
+            return used
 
         def job():
             # What is on its way out would be room beyond the limit once it is gone. Only the janitor
@@ -338,19 +373,65 @@ class Supervisor:
             while self.going(top) and time.monotonic() < end:
                 time.sleep(0.002)
             self.limit(sandbox)
+            return used
 
         self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
         return NotImplemented
 
+    def renew(self, sandbox, name, old, tag):
+        """An empty directory in place of what /tmp or /dev/shm held. Neither is ever in a layer."""
+        place = "s%s/%s" % (sandbox.sid, name)
+        fresh = "s%s/d/%s-%s" % (sandbox.sid, name, tag)
+        os.mkdir(fresh)
+        os.chown(fresh, sandbox.uid, sandbox.uid)
+        os.chmod(fresh, 0o1777)
+        unmount(place)
+        mount(fresh, place, None, MS_BIND)
+        if old:
+            self.discard(old)
+        return fresh
+
     def limit(self, sandbox, more_bytes=0, more_inodes=0):
         """Sets the limit of a sandbox's files. What is in use already stays and is the limit then: False."""
-        place = "s%s/d" % sandbox.sid
-        info = os.statvfs(place)
-        used = (info.f_blocks - info.f_bfree) * info.f_frsize, info.f_files - info.f_ffree
-        size, inodes = (max(pair) for pair in zip(sandbox.limit, used))
-        mount("tmpfs", place, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
-              "size=%d,nr_inodes=%d" % (size + more_bytes, inodes + more_inodes))
+        used = self.used(sandbox)
+        size, inodes = (max(pair) for pair in zip(sandbox.limit, (used["bytes"], used["inodes"])))
+        wanted = (size + more_bytes, inodes + more_inodes)
+        if wanted != sandbox.set:
+            mount("tmpfs", "s%s/d" % sandbox.sid, "tmpfs", MS_NOSUID | MS_NODEV | MS_REMOUNT,
+                  "size=%d,nr_inodes=%d" % wanted)
+            sandbox.set = wanted
         return (size, inodes) == sandbox.limit
+
+    def make_room(self, sandbox):
+        """For a fresh layer, where the guest has left none."""
+        used = self.used(sandbox)
+        if used["bytes"] + HEADROOM_BYTES > sandbox.set[0] or used["inodes"] + HEADROOM_INODES > sandbox.set[1]:
+            self.limit(sandbox, HEADROOM_BYTES, HEADROOM_INODES)
+        return used
+
+    def used(self, sandbox):
+        info = os.statvfs("s%s/d" % sandbox.sid)
+        return {
+            "bytes": (info.f_blocks - info.f_bfree) * info.f_frsize,
+            "inodes": info.f_files - info.f_ffree,
+        }
+
+    def op_resize(self, request):
+        """Another limit of a sandbox's files."""
+        sandbox = self.sandboxes[request["sid"]]
+        sandbox.limit = (request["bytes"], request["inodes"])
+        self.limit(sandbox)
+
+    def look(self, upper):
+        """What changes when anything in a fresh upper layer does."""
+        info = os.stat(upper)
+        names = [n for n in os.listxattr(upper) if n.startswith("user.") and not n.startswith(self.prefix)]
+        return os.listdir(upper), info.st_mode, info.st_mtime_ns, names
+
+    def op_unchanged(self, request):
+        """Whether the workspace is still what the layers below its upper one show."""
+        sandbox = self.sandboxes[request["sid"]]
+        return self.look("s%s/d/%s" % (request["sid"], request["upper"])) == sandbox.blank
 
     def going(self, top):
         """Trees of a sandbox that the janitor has yet to delete."""
@@ -365,7 +446,7 @@ class Supervisor:
             while chunk := os.read(read, 65536):
                 *paths, rest = (rest + chunk).split(b"\0")
                 for path in paths:
-                    shutil.rmtree(path, ignore_errors=True)
+                    remove_tree(os.fsdecode(path))
             os._exit(0)
         os.close(read)
         return write
@@ -387,74 +468,118 @@ class Supervisor:
     def op_discard(self, request):
         self.discard("s%s/d/%s" % (request["sid"], request["name"]))
 
-    def op_forget(self, request):
-        """Removes durable layers. Renamed first, so that a half-removed one is never found."""
-        for layer in request["layers"]:
-            aside = "layers/partial-%s-%s" % (os.path.basename(self.owner_dir), layer)
-            try:
-                os.rename("layers/" + layer, aside)
-            except FileNotFoundError:
-                continue  # another process was faster
-            self.discard(aside)
-
     def work(self, job, done):
-        """Runs a slow file job in a child; `done` gets (error text or None, JSON result)."""
+        """Runs a slow file job in a child; `done` gets {ok} or {error, ...} as it is answered."""
         read, write = os.pipe()
         pid = fork_bound()
         if pid == 0:
+            sys.setrecursionlimit(20_000)  # a level of directories each, and no path is longer
             try:
                 result = {"ok": job()}
-            except OSError as error:
-                result = {"error": str(error), "errno": error.errno}
             except BaseException as error:
-                result = {"error": repr(error), "errno": 0}
-            os.write(write, json.dumps(result).encode())
+                result = failure(error)
+            view = memoryview(json.dumps(result).encode())
+            while view:
+                view = view[os.write(write, view):]
             os._exit(0)
         os.close(write)
-        self.workers[pid] = (read, done)
+        text = bytearray()
+        self.workers.add(pid)
+
+        def hear():
+            chunk = os.read(read, 65536)
+            text.extend(chunk)
+            if chunk:
+                return
+            self.selector.unregister(read)
+            os.close(read)
+            done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
+
+        self.selector.register(read, selectors.EVENT_READ, hear)
+
+    def later(self, request, job):
+        """Answers with the result of a slow file job."""
+        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        return NotImplemented
+
+    def source(self, layer, home=None):
+        """A layer to copy from; `home`: to the tmpfs of this sandbox, not to the layer folder."""
+        if "durable" in layer:
+            return Source(self.store.path(layer["durable"], "fs"), home is None)
+        return Source("s%s/d/%s" % (layer["home"], layer["name"]), layer["home"] == home)
 
     def op_copy(self, request):
-        """Copies a layer (or, for `merged`, the whole workspace) to a place in the owner's layer folder."""
-        sid = request["sid"]
-        source = "s%s/ws" % sid if request.get("merged") else "s%s/d/%s" % (sid, request["name"])
-        target = "layers/%s" % request["target"]
+        """Makes a durable layer of `sources` (topmost first), as they are over the layers in its meta's
+        `parents`. Answers with its id; it is kept from removal until `unhold`."""
+        partial = self.store.aside("copy%d" % request["id"])
         meta = request["meta"]
 
         def job():
-            shutil.rmtree(target, ignore_errors=True)
-            os.mkdir(target, 0o700)
+            hashes = {}
             try:
-                meta["bytes"], meta["inodes"] = copy_layer(source, target + "/fs", request["uid"])
-                with open(target + "/layer.json", "w") as file:
-                    json.dump(meta, file)
-                fd = os.open(target, os.O_RDONLY | os.O_DIRECTORY)
-                check(LIBC.syncfs(fd), "syncfs")
-                os.close(fd)
-                os.rename(target, "layers/%s" % request["final"])
-                fd = os.open("layers", os.O_RDONLY | os.O_DIRECTORY)
-                os.fsync(fd)
-                os.close(fd)
+                os.mkdir(partial, 0o700)
+                sources = [self.source(layer) for layer in request["sources"]]
+                merge = Merge(
+                    sources, partial + "/fs", meta["uid"], self.prefix, bool(meta["parents"]), hashes)
+                meta["bytes"], meta["inodes"] = merge.run()
+                return self.store.keep(partial, meta, hashes)
             except BaseException:
-                shutil.rmtree(target, ignore_errors=True)
+                remove_tree(partial)
                 raise
-            return {"bytes": meta["bytes"], "inodes": meta["inodes"]}
 
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
+        def done(result):
+            try:
+                if "ok" in result:
+                    self.store.hold(result["ok"])
+                    self.store.trusted.add(result["ok"])
+            except LayerError as error:
+                result = failure(error)
+            self.answer(dict(result, id=request["id"]))
+
+        self.work(job, done)
         return NotImplemented
+
+    def op_tier(self, request):
+        """How many of `sources` (topmost first) to merge into the next durable layer."""
+        sources = [self.source(layer) for layer in request["sources"]]
+        return self.later(request, lambda: tier(sources, request["least"]))
 
     def op_squash(self, request):
-        """One layer that holds what the workspace shows, beside the ones it was stacked from."""
+        """One layer that stands for the topmost of `sources`, beside them. Answers with how many."""
         sandbox = self.sandboxes[request["sid"]]
-        top = "s%s" % request["sid"]
-        job = lambda: copy_layer(top + "/ws", "%s/d/%s" % (top, request["name"]), sandbox.uid)
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
-        return NotImplemented
+        target = "s%s/d/%s" % (request["sid"], request["name"])
+        sources = [self.source(layer, request["sid"]) for layer in request["sources"]]
+        sandbox.set = (0, 0)  # the job sets another, in a process of its own
+
+        def job():
+            count = tier(sources, request["least"])
+            based = request["based"] or count < len(sources)
+            merge = Merge(sources[:count], target, self.disk_id, self.prefix, based, None)
+            # Nothing of the guest runs meanwhile. The next mount sets the limit again.
+            self.limit(sandbox, 1 << 50, 1 << 30)
+            try:
+                merge.run()
+            except BaseException:
+                remove_tree(target)
+                self.limit(sandbox)
+                raise
+            return count
+
+        return self.later(request, job)
+
+    def op_unhold(self, request):
+        self.store.release(request["layer"])
+
+    def op_collect(self, request):
+        return self.later(request, lambda: self.store.collect(request["drop"], request["unnamed"]))
+
+    def op_verify(self, request):
+        return self.later(request, lambda: self.store.inspect(request["layer"]))
 
     def op_count(self, request):
         """Answers with the bytes and inodes that the workspace shows, through all its layers."""
-        job = lambda: dict(zip(("bytes", "inodes"), count_shown("s%s/ws" % request["sid"])))
-        self.work(job, lambda result: self.answer(dict(result, id=request["id"])))
-        return NotImplemented
+        place = "s%s/ws" % request["sid"]
+        return self.later(request, lambda: dict(zip(("bytes", "inodes"), count_shown(place))))
 
     def op_close(self, request):
         """Ends the processes and unmounts; with `keep` the tmpfs stays for the layers on it."""
@@ -465,15 +590,9 @@ class Supervisor:
         if sandbox.pid:
             os.kill(sandbox.pid, signal.SIGKILL)
         top = "s%s" % sid
-        unmount(top + "/ws")
-        unmount(top + "/tmp")
-        for target in sandbox.mapped:
-            unmount(target)
-            os.rmdir(target)
-        sandbox.mapped.clear()
-        for namespace in sandbox.namespaces.values():
-            os.close(namespace)
-        sandbox.namespaces.clear()
+        for name in ("ws", "tmp", "shm"):
+            unmount("%s/%s" % (top, name))
+        self.forget_views(sandbox, [os.path.basename(target) for target in sandbox.views])
         if request.get("keep"):
             for name in os.listdir(top + "/d"):
                 if name not in request["keep"]:
@@ -488,12 +607,13 @@ class Supervisor:
     def op_bare(self, request):
         """Before a relaunch: bubblewrap must bind the bare directories that mounts propagate to."""
         top = "s%s" % request["sid"]
-        unmount(top + "/ws")
-        unmount(top + "/tmp")
+        for name in ("ws", "tmp", "shm"):
+            unmount("%s/%s" % (top, name))
         sandbox = self.sandboxes[request["sid"]]
-        if sandbox.tmp:
-            self.discard(sandbox.tmp)
-        sandbox.tmp = None
+        for old in (sandbox.tmp, sandbox.shm):
+            if old:
+                self.discard(old)
+        sandbox.tmp = sandbox.shm = None
 
     def op_kill(self, request):
         sandbox = self.sandboxes.get(request["sid"])
@@ -512,12 +632,7 @@ class Supervisor:
             if pid == 0:
                 return
             if pid in self.workers:
-                read, done = self.workers.pop(pid)
-                text = b""
-                while chunk := os.read(read, 65536):
-                    text += chunk
-                os.close(read)
-                done(json.loads(text) if text else {"error": "the copying process was killed", "errno": 0})
+                self.workers.remove(pid)
                 continue
             self.launcher.exited(pid, status)
 
@@ -529,16 +644,14 @@ class Supervisor:
         while view:
             view = view[os.write(1, view):]
 
-    def handle(self, request):
+    def handle(self, request, operation=None):
         try:
-            result = getattr(self, "op_" + request["op"])(request)
+            result = (operation or getattr(self, "op_" + request["op"]))(request)
             if result is NotImplemented:
                 return  # answered by the operation itself, or later by a worker
-            self.answer({"id": request["id"], "ok": True})
-        except OSError as error:
-            self.answer({"id": request["id"], "error": str(error), "errno": error.errno})
+            self.answer({"id": request["id"], "ok": result})
         except Exception as error:
-            self.answer({"id": request["id"], "error": repr(error), "errno": 0})
+            self.answer(dict(failure(error), id=request["id"]))
 
     def run(self):
         wake_read, wake_write = os.pipe()
@@ -585,18 +698,56 @@ class Supervisor:
             pass
 
 
+def failure(error):
+    """An answer that says what went wrong."""
+    if isinstance(error, LayerError):
+        return {"error": str(error), "code": error.code}
+    if isinstance(error, OSError):
+        if error.errno == errno.ENAMETOOLONG:  # only a guest makes such paths
+            return {"error": "directories are nested too deep to be saved", "code": "FileRefused"}
+        return {"error": str(error), "errno": error.errno}
+    return {"error": repr(error), "errno": 0}
+
+
+def read_owner(path):
+    try:
+        with open(os.path.join(path, "owner.json")) as file:
+            owner = json.load(file)
+        return owner if isinstance(owner, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def starting(path, owner):
+    """Whether the owner of a folder without a lock may be about to start its supervisor."""
+    if time.time() - os.stat(path).st_mtime > 60:
+        return False
+    # Numbers of processes say something only to who sees the same ones.
+    if owner.get("pids") != os.readlink("/proc/self/ns/pid"):
+        return True
+    return os.path.exists("/proc/%d" % owner["pid"])
+
+
 def remove_cgroup(path):
-    """Kills what is left in a cgroup and removes it with its children."""
+    """Kills what is left in a cgroup and removes it with its children. Whether it is gone."""
     if not os.path.isdir(path):
-        return
+        return True
     for name in os.listdir(path):
         if os.path.isdir(os.path.join(path, name)):
             remove_cgroup(os.path.join(path, name))
-    kill_group(path)
-    try:
-        os.rmdir(path)
-    except OSError:
-        pass  # busy for a moment: the next start tries again
+    end = time.monotonic() + 2
+    while True:
+        kill_group(path)
+        try:
+            os.rmdir(path)
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            # A process that was killed is in it for a moment more.
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.01)
 
 
 def kill_group(path):

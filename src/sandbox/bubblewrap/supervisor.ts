@@ -1,12 +1,22 @@
 import { type ChildProcess, spawn } from 'node:child_process';
 import { randomBytes } from 'node:crypto';
-import { closeSync, mkdirSync, openSync, rmdirSync, rmSync, writeFileSync } from 'node:fs';
+import {
+  closeSync,
+  mkdirSync,
+  openSync,
+  readlinkSync,
+  rmdirSync,
+  rmSync,
+  writeFileSync,
+} from 'node:fs';
 import { connect, type Socket } from 'node:net';
+import { constants as osConstants } from 'node:os';
 import { join } from 'node:path';
 import { createInterface } from 'node:readline';
 import { fileURLToPath } from 'node:url';
-import { LonghaulError } from '../../core/index.ts';
+import { type ErrorCode, LonghaulError } from '../../core/index.ts';
 import { type CgroupHost, makeOwnerGroups, ownerGroups } from './cgroup.ts';
+import { INSIDE_ID } from './command.ts';
 import { initProgram } from './init.ts';
 import { hostArchitecture, seccompFilter } from './seccomp.ts';
 
@@ -41,9 +51,14 @@ export interface SupervisorOptions {
   uidBase: number;
 }
 
-/** Owner of durable layers: the first uid of the range, which no sandbox ever gets. */
-export const layerOwner = (options: { uidBase: number }, root: boolean) =>
-  root ? options.uidBase : 0;
+/**
+ * Owner of the files of layers, as they are stored. Where mounts can be id-mapped it is the same for all,
+ * and each sandbox sees them as its own; the folder around them is root's alone.
+ */
+export function layerOwner(ready: SupervisorReady, uidBase: number): number {
+  if (!ready.root) return 0;
+  return ready.idmap ? INSIDE_ID : uidBase;
+}
 
 const UID_BLOCKS = 64;
 const ETC = {
@@ -55,7 +70,20 @@ const ETC = {
   'nsswitch.conf': 'passwd: files\ngroup: files\nhosts: files\n',
 };
 
-type Answer = { ok?: unknown; error?: string; errno?: number };
+/** The machine has no more of something that others give back. */
+const { EAGAIN, ENOMEM, EMFILE, ENFILE, EUSERS } = {
+  EUSERS: 87, // Node knows no name for it
+  ...osConstants.errno,
+};
+const EXHAUSTED = new Set([EAGAIN, ENOMEM, EMFILE, ENFILE, EUSERS]);
+const EXHAUSTED_SAID =
+  /(Resource temporarily unavailable|Cannot allocate memory|Too many (open files|users)|No space left on device)/;
+export const RETRY_MS = 100;
+
+/** Whether what bubblewrap or an agent said means that the machine is full just now. */
+export const saidExhausted = (text: string) => EXHAUSTED_SAID.test(text);
+
+type Answer = { ok?: unknown; error?: string; errno?: number; code?: ErrorCode };
 
 /** Client of the Python process that mounts and launches. It ends when this process does, however. */
 export class Supervisor {
@@ -107,7 +135,12 @@ export class Supervisor {
     const cgroups = options.cgroups ? ownerGroups(options.cgroups, owner) : [];
     writeFileSync(
       join(ownerDir, 'owner.json'),
-      JSON.stringify({ pid: process.pid, started: new Date().toISOString(), cgroups }),
+      JSON.stringify({
+        pid: process.pid,
+        pids: readlinkSync('/proc/self/ns/pid'),
+        started: new Date().toISOString(),
+        cgroups,
+      }),
     );
     if (options.cgroups) makeOwnerGroups(options.cgroups, owner);
 
@@ -199,7 +232,10 @@ export class Supervisor {
       exit.resolve({ status: -9, stderr: `the supervisor is gone: ${reason}` });
   }
 
-  /** One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`. */
+  /**
+   * One operation. Failures of mounts and copies are the host's: `DiskFull` or `SandboxUnavailable`.
+   * Layers may be `NotFound` or `LayerDamaged`, and a guest's tree beyond saving is `FileRefused`.
+   */
   async request(op: string, fields: Record<string, unknown>): Promise<unknown> {
     const id = this.#nextId++;
     const answer = await new Promise<Answer>((resolve) => {
@@ -208,12 +244,12 @@ export class Supervisor {
       this.#child.stdin!.write(`${JSON.stringify({ id, op, ...fields })}\n`);
     });
     if (answer.error === undefined) return answer.ok;
-    const ENOSPC = 28;
-    const EDQUOT = 122;
+    const { ENOSPC, EDQUOT } = osConstants.errno;
     const full = answer.errno === ENOSPC || answer.errno === EDQUOT;
     throw new LonghaulError(
-      full ? 'DiskFull' : 'SandboxUnavailable',
+      answer.code ?? (full ? 'DiskFull' : 'SandboxUnavailable'),
       `sandbox ${op}: ${answer.error}`,
+      EXHAUSTED.has(answer.errno ?? 0) ? { retryAfterMs: RETRY_MS } : {},
     );
   }
 

@@ -41,14 +41,16 @@ function outgoingPort(rule: Rule, port: number): number {
 }
 
 async function answerTo(request: ClientRequest): Promise<IncomingMessage> {
-  request.once('upgrade', (_response, socket) => {
+  const { promise: switched, reject } = Promise.withResolvers<never>();
+  request.once('upgrade', (_answer, socket) => {
     socket.destroy();
-    request.destroy(failed('the server changed the protocol, which was not asked for'));
+    reject(failed('the server changed the protocol, which was not asked for'));
   });
-  const [response] = (await once(request, 'response')) as [IncomingMessage];
+  const answered = once(request, 'response') as Promise<[IncomingMessage]>;
+  const [answer] = await Promise.race([answered, switched]);
   // Once the answer has begun its own stream reports a broken connection.
   request.on('error', () => {});
-  return response;
+  return answer;
 }
 
 async function copyAnswer(

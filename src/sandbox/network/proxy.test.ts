@@ -1,5 +1,5 @@
 import { once } from 'node:events';
-import { existsSync } from 'node:fs';
+import { existsSync, readdirSync } from 'node:fs';
 import { connect, createServer as createTcp, type Socket } from 'node:net';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { setFlagsFromString } from 'node:v8';
@@ -34,7 +34,7 @@ beforeAll(async () => {
     lookup: async () => [origin.address],
     ca: [origin.certificates.ca],
     environment: { KEY: 'sk-test-1234567890' },
-    limits: { connections: 3, idleMs: 2000 },
+    limits: { connections: 3, idleMs: 5000 },
   });
 });
 
@@ -180,6 +180,32 @@ describe.skipIf(!root)('ports below 1024 need root: the proxy', () => {
       expect(await untilEnd(again)).toMatch(/ 200 /);
     });
     for (const socket of held) socket.destroy();
+  });
+
+  test('leaves nothing of guests that break off', async () => {
+    const { dial, handle } = guest();
+    const beginnings = [
+      '',
+      'GET http://web.test/ HT',
+      'GET http://web.test/endless?99999999 HTTP/1.1\r\nHost: web.test\r\n\r\n',
+      'PUT http://web.test/count HTTP/1.1\r\nHost: web.test\r\nContent-Length: 9999\r\n\r\nxx',
+      'CONNECT web.test:443 HTTP/1.1\r\nHost: web.test:443\r\n\r\n',
+      'CONNECT web.test:80 HTTP/1.1\r\nHost: web.test:80\r\n\r\nGET / HT',
+    ];
+    const descriptors = () => readdirSync('/proc/self/fd').length;
+    const before = descriptors();
+    for (let round = 0; round < 50; round++)
+      for (const text of beginnings) {
+        const socket = dial();
+        socket.write(text);
+        if (round % 2 === 0 && text !== '') await Promise.race([once(socket, 'data'), sleep(5)]);
+        socket.destroy();
+        await new Promise((resolve) => socket.once('close', resolve));
+      }
+    await vi.waitFor(() => expect(descriptors()).toBeLessThanOrEqual(before + 1), {
+      timeout: 10_000,
+    });
+    expect(handle.attempts().length).toBeGreaterThan(50);
   });
 
   test('keeps the last 1,000 attempts', async () => {

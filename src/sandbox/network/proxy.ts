@@ -42,6 +42,8 @@ const SID = /^[A-Za-z0-9_-]{1,64}$/;
 const MAX_SID_LINE = 65;
 /** The relay writes its line at once; a connection without one is not from a relay. */
 const SID_MS = 10_000;
+/** Requests of one connection that may wait for the answer to an earlier one; apt sends ten. */
+const MAX_WAITING = 16;
 
 /**
  * The filtering HTTP proxy of all sandboxes of a driver, on a unix socket. Each connection begins with
@@ -81,7 +83,8 @@ export class NetworkProxy {
     });
     // The default would drop headers beyond 2,000 without a word; their bytes are limited.
     this.#http.maxHeadersCount = 0;
-    this.#http.timeout = limits.idleMs;
+    // Later than the server's, so that the guest is told which side was silent.
+    this.#http.timeout = limits.idleMs + limits.headerMs;
     this.#serve = this.#http.listeners('connection')[0] as (socket: Socket) => void;
     this.#http.removeAllListeners('connection');
     this.#listen();
@@ -147,21 +150,30 @@ export class NetworkProxy {
       const socket = stream as Socket;
       socket.on('error', () => {});
       socket.setTimeout(0);
-      const guest = this.#begin(socket);
-      if (guest) void this.#connect(guest, request, socket, head);
+      void this.#connect(request, socket, head);
     });
     this.#http.on('clientError', (error: NodeJS.ErrnoException, stream) =>
       this.#malformed(error, stream as Socket),
     );
   }
 
+  /** One request at a time on a connection: all at once would multiply connections to servers. */
   #request(request: IncomingMessage, response: ServerResponse, expectsContinue: boolean): void {
-    const guest = this.#begin(request.socket);
-    if (!guest) return;
-    response.once('close', () => {
-      guest.busy = false;
-    });
-    void forward(guest, request, response, expectsContinue);
+    const { socket } = request;
+    const guest = this.#guests.get(socket)!;
+    // The parser goes on with what it had already read.
+    if (socket.destroyed) return;
+    const serve = () => {
+      guest.busy = true;
+      response.once('close', () => {
+        guest.busy = false;
+        if (!socket.destroyed) guest.waiting.shift()?.();
+      });
+      void forward(guest, request, response, expectsContinue);
+    };
+    if (!guest.busy) serve();
+    else if (guest.waiting.length < MAX_WAITING) guest.waiting.push(serve);
+    else this.#drop(socket, guest, `more than ${MAX_WAITING} requests ahead of an answer`);
   }
 
   /** Reads the relay's line, then lets HTTP begin. */
@@ -198,39 +210,28 @@ export class NetworkProxy {
       return;
     }
     if (first.length > 0) socket.unshift(first);
-    this.#speak(socket, { session, inside: null, busy: false });
+    this.#speak(socket, session, null);
   }
 
-  #speak(socket: Socket, guest: Guest): void {
-    this.#guests.set(socket, guest);
+  #speak(socket: Socket, session: Session, inside: Guest['inside']): void {
+    this.#guests.set(socket, { session, inside, busy: false, waiting: [] });
     this.#serve.call(this.#http, socket);
     socket.resume();
   }
 
-  async #connect(
-    guest: Guest,
-    request: IncomingMessage,
-    socket: Socket,
-    head: Buffer,
-  ): Promise<void> {
-    const inside = await tunnel(guest, request, socket, head);
-    if (inside) this.#speak(socket, { session: guest.session, inside, busy: false });
-  }
-
-  /**
-   * One request at a time on a connection: answers in flight on one that another request overtakes
-   * would multiply connections, or reach the wrong reader.
-   */
-  #begin(socket: Socket): Guest | null {
+  async #connect(request: IncomingMessage, socket: Socket, head: Buffer): Promise<void> {
     const guest = this.#guests.get(socket)!;
     if (guest.busy) {
-      const reason = 'a request before the last one was answered (pipelining)';
-      guest.session.attempts.begin({ host: '', port: 0, method: '' }).end('refused', reason);
-      socket.destroy();
-      return null;
+      this.#drop(socket, guest, 'a tunnel ahead of an answer');
+      return;
     }
-    guest.busy = true;
-    return guest;
+    const inside = await tunnel(guest, request, socket, head);
+    if (inside && !socket.destroyed) this.#speak(socket, guest.session, inside);
+  }
+
+  #drop(socket: Socket, guest: Guest, reason: string): void {
+    guest.session.attempts.begin({ host: '', port: 0, method: '' }).end('refused', reason);
+    socket.destroy();
   }
 
   #malformed(error: NodeJS.ErrnoException, socket: Socket): void {
@@ -246,8 +247,11 @@ export class NetworkProxy {
         : error.code === 'ERR_HTTP_REQUEST_TIMEOUT'
           ? [408, 'no whole request header arrived in time']
           : [400, `no valid HTTP/1.1 request (${error.code ?? 'unknown'})`];
+    if (guest.busy) {
+      this.#drop(socket, guest, reason);
+      return;
+    }
     guest.session.attempts.begin({ host: '', port: 0, method: '' }).end('refused', reason);
-    if (guest.busy) socket.destroy();
-    else answerAndEnd(socket, status, reason);
+    answerAndEnd(socket, status, reason);
   }
 }

@@ -93,6 +93,8 @@ export interface Guest {
   inside: Target | null;
   /** Whether a request is being served. */
   busy: boolean;
+  /** Requests that came before the last one was answered, oldest first. */
+  waiting: (() => void)[];
 }
 
 /** What the guest is told of an error: only what the proxy itself says. */

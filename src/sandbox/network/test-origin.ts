@@ -72,11 +72,7 @@ export class Origin {
   }
 
   async open(): Promise<this> {
-    const http = createHttp(this.#answer(false));
-    http.on('upgrade', (_request, socket) => {
-      socket.end('HTTP/1.1 101 Switching Protocols\r\nUpgrade: x\r\nConnection: Upgrade\r\n\r\n');
-    });
-    await this.serve(80, http);
+    await this.serve(80, createHttp(this.#answer(false)));
     await this.serve(443, createHttps(this.certificates, this.#answer(true)));
     await this.serve(
       22,
@@ -116,8 +112,10 @@ export class Origin {
       }
       if (url === '/count') {
         let bytes = 0;
-        for await (const chunk of request) bytes += (chunk as Buffer).length;
-        response.end(String(bytes));
+        request.on('data', (chunk: Buffer) => {
+          bytes += chunk.length;
+        });
+        request.on('error', () => {}).on('end', () => response.end(String(bytes)));
         return;
       }
       if (url.startsWith('/endless')) {

@@ -4,11 +4,16 @@ import { connect, isIP, type Socket } from 'node:net';
 import { connect as connectTls, type SecureContext, type TLSSocket } from 'node:tls';
 import { type Host, hostInUrl, permitted, type Rule } from './rules.ts';
 
-/** The addresses of a name. Rejects when it has none. */
-export type Lookup = (name: string) => Promise<readonly string[]>;
+/** The addresses of a name. Rejects when it has none; nobody waits any more once the signal is aborted. */
+export type Lookup = (name: string, signal: AbortSignal) => Promise<readonly string[]>;
 
 /** Addresses of one name that are tried in turn. */
 const MAX_ADDRESSES = 4;
+/**
+ * The system's resolver blocks one of this process's four I/O threads for as long as a name server
+ * keeps silent: guests must not take them all.
+ */
+const MAX_SYSTEM_LOOKUPS = 2;
 
 /** Why a request ended without reaching its server, in words that the guest may read. */
 export class Denied extends Error {
@@ -24,9 +29,23 @@ export class Denied extends Error {
 export const refused = (message: string, status = 403) => new Denied('refused', status, message);
 export const failed = (message: string, status = 502) => new Denied('failed', status, message);
 
+/** Look-ups that wait for their turn, and how many run. */
+const waiting: (() => void)[] = [];
+let running = 0;
+
 /** As the system resolves names, hosts file included. */
-export const lookupBySystem: Lookup = async (name) =>
-  (await systemLookup(name, { all: true })).map(({ address }) => address);
+export const lookupBySystem: Lookup = async (name, signal) => {
+  if (running < MAX_SYSTEM_LOOKUPS) running++;
+  else await new Promise<void>((resolve) => waiting.push(resolve));
+  try {
+    signal.throwIfAborted();
+    return (await systemLookup(name, { all: true })).map(({ address }) => address);
+  } finally {
+    const next = waiting.shift();
+    if (next) next();
+    else running--;
+  }
+};
 
 const codeOf = (error: unknown) => (error as { code?: string }).code ?? 'unknown error';
 
@@ -46,7 +65,7 @@ async function within<T>(promise: Promise<T>, signal: AbortSignal): Promise<T> {
 async function addressesOf(host: Host, lookup: Lookup, signal: AbortSignal) {
   if (host.kind === 'address') return [host.text];
   const unresolved = (why: string) => failed(`the name ${host.text} cannot be resolved (${why})`);
-  const addresses = await within(lookup(host.text), signal).catch((error: unknown) => {
+  const addresses = await within(lookup(host.text, signal), signal).catch((error: unknown) => {
     signal.throwIfAborted();
     throw unresolved(codeOf(error));
   });
