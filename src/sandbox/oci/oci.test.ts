@@ -153,6 +153,40 @@ describe.each(runtimes)('$runtime', ({ runtime }) => {
     expect(readdirSync(join(dir, 'run'))).toEqual(['gate']);
   });
 
+  test('kill -9 at any moment, while starting too, leaves nothing behind', async () => {
+    const dir = join(home, `anytime-${runtime}`);
+    const owners = new Set<string>();
+    const rounds = runtime === 'runsc' ? 3 : 5;
+    for (let round = 0; round < rounds; round++) {
+      const { child, next } = startScript(`
+        const driver = await OciDriver.open({ dir: ${JSON.stringify(dir)}, runtime: '${runtime}', warm: 2 });
+        console.log('"open"');
+        for (;;) {
+          const sandbox = await driver.create();
+          await sandbox.snapshot({ durable: true });
+          await sandbox.fork(1);
+          await sandbox.stop();
+        }
+      `);
+      if (round > 0) await next();
+      await sleep(200 + round * 130);
+      for (const name of existsSync(join(dir, 'run')) ? readdirSync(join(dir, 'run')) : [])
+        if (name !== 'gate') owners.add(name);
+      child.kill('SIGKILL');
+    }
+    expect(owners.size).toBeGreaterThan(1);
+    const ended = () => readdirSync(join(dir, 'run')).every((name) => name === 'gate');
+    await until(ended, 'every supervisor has cleaned up');
+    expect([...owners].flatMap(groupsOf)).toEqual([]);
+    // A group cannot be removed while it holds a process, so none is left either.
+    const driver = await OciDriver.open({ dir, runtime, warm: 0 });
+    for (const layer of readdirSync(join(dir, 'layers'))) {
+      expect(layer).toMatch(/^d-/);
+      await (await driver.create({}, layer)).stop();
+    }
+    await driver.close();
+  });
+
   test('a container or supervisor ended from outside is the host’s doing, and the driver goes on', async () => {
     const driver = await OciDriver.open({
       dir: join(home, `outside-${runtime}`),
@@ -167,7 +201,7 @@ describe.each(runtimes)('$runtime', ({ runtime }) => {
     const running = sandbox.exec({ argv: ['sleep', word] });
     const first = () => (runtime === 'runsc' ? naming(`${sandbox.id}-1`) : naming(word));
     await until(() => first().length > 0, 'it runs');
-    if (runtime === 'runsc') for (const pid of first()) process.kill(pid, 'SIGKILL');
+    if (runtime === 'runsc') process.kill(first()[0]!, 'SIGKILL');
     else {
       const status = readFileSync(`/proc/${first()[0]}/status`, 'utf8');
       process.kill(Number(/^PPid:\t(\d+)$/m.exec(status)![1]), 'SIGKILL'); // process 1 inside

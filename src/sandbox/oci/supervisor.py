@@ -139,6 +139,16 @@ class Box:
         self.err_fd = -1
         self.err = b""
 
+    def kill(self):
+        """Both are children of this process that it has not collected, so the numbers are theirs."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+        if self.starting:
+            try:
+                os.killpg(self.starting, signal.SIGKILL)  # with the runtime's command
+            except ProcessLookupError:
+                pass  # not yet a group: it reads that its parent is gone, or is deleted by name
+
 
 class Supervisor:
     def __init__(self, config):
@@ -286,8 +296,8 @@ class Supervisor:
 
     def op_kill(self, request):
         box = self.boxes.get(request["sid"])
-        if box and box.pid:
-            os.kill(box.pid, signal.SIGKILL)
+        if box:
+            box.kill()
         for group in request["cgroups"]:
             thaw(group)
             kill_group(group)
@@ -315,8 +325,7 @@ class Supervisor:
         box = self.boxes.pop(request["sid"], None)
         if box is None:
             return None
-        if box.pid:
-            os.kill(box.pid, signal.SIGKILL)
+        box.kill()
 
         def job():
             self.forget(box)
@@ -423,6 +432,7 @@ class Supervisor:
 
     def start(self, box, request, fds, ready, go, parent):
         """In a child: the runtime, with the connection as the container's standard streams."""
+        os.setsid()
         for to, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]):
             os.dup2(fd, to)
         kept = [fd for fd in (ready, go) if fd >= 0]
@@ -574,8 +584,7 @@ class Supervisor:
                 thaw(path)
                 kill_group(path)
         for box in self.boxes.values():
-            if box.pid:
-                os.kill(box.pid, signal.SIGKILL)
+            box.kill()
         for box in self.boxes.values():
             self.forget(box)
         remove_groups(groups)
