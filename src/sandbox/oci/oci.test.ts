@@ -225,7 +225,7 @@ describe.each(runtimes)('$runtime', ({ runtime }) => {
     const image = join(home, `image-${runtime}`);
     for (const name of ['bin', 'etc', 'data', 'work'])
       mkdirSync(join(image, name), { recursive: true });
-    const libraries = execFileSync('ldd', ['/bin/dash'], { encoding: 'utf8' }).match(
+    const libraries = execFileSync('/usr/bin/ldd', ['/bin/dash'], { encoding: 'utf8' }).match(
       /\/\S+\.so\S*/g,
     )!;
     for (const path of ['/bin/dash', ...libraries]) {
@@ -342,6 +342,33 @@ test.skipIf(apart !== '')(
     await Promise.all([here.close(), there.close()]);
   },
 );
+
+test.skipIf(!first || !root)('a full disk is said, and the sandbox goes on', async () => {
+  const dir = join(home, 'full');
+  mkdirSync(dir);
+  const { next } = startScript(
+    `
+    const driver = await OciDriver.open({ dir: ${JSON.stringify(dir)}, runtime: '${first!.runtime}', warm: 0 });
+    const sandbox = await driver.create();
+    const run = async (line) => (await sandbox.exec({ argv: ['sh', '-c', line] })).stdout;
+    await run('head -c 6M /dev/urandom > big');
+    const codes = [];
+    for (const durable of [false, true])
+      codes.push(await sandbox.snapshot({ durable }).then(() => 'saved', ({ code }) => code));
+    const after = await run('rm big; echo fits > small; cat small');
+    const layer = await sandbox.snapshot({ durable: true });
+    await sandbox.rollback(layer);
+    console.log(JSON.stringify({ codes, after, back: await run('ls') }));
+    await driver.close();
+    `,
+    ['unshare', '--mount', 'sh', '-ec', 'mount -t tmpfs -o size=4m t "$0"; exec "$@"', dir],
+  );
+  expect(await next()).toEqual({
+    codes: ['DiskFull', 'DiskFull'],
+    after: 'fits\n',
+    back: 'small\n',
+  });
+});
 
 test.skipIf(!first)('a damaged or missing archive is never a workspace', async () => {
   const dir = join(home, 'damaged');

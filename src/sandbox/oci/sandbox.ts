@@ -241,10 +241,14 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
 
   async #save(durable: boolean): Promise<LayerId> {
     const { layers } = this.#host;
-    const id = await layers.save(
-      packWorkspace((use) => use(this.channel!), WORKSPACE),
-      durable,
-    );
+    const tar = packWorkspace((use) => use(this.channel!), WORKSPACE);
+    let id: LayerId;
+    try {
+      id = await layers.save(tar, durable);
+    } catch (error) {
+      await this.busy(true); // the archiver, whose output nobody takes any more
+      throw error;
+    }
     this.#rebase(layers.hold(id));
     return id;
   }
