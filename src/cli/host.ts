@@ -22,7 +22,7 @@ import type { Platform } from './platform.ts';
 /** The environments a task reference may name. */
 function environment(name: string, languages: SandboxCapabilities['languages']): Environment {
   if (name === 'harbor') return harborEnvironment();
-  if (name === 'programs') return programs(languages.includes('python') ? 'python' : 'javascript');
+  if (name === 'programs') return programs(languages[0] ?? 'python');
   throw new LonghaulError('TaskInvalid', `this version knows no environment "${name}"`);
 }
 
@@ -60,7 +60,7 @@ export async function openParts(platform: Platform, spec: RunSpec) {
     const shortfall = platform.sandboxShortfall;
     throw new LonghaulError(
       'SandboxUnavailable',
-      `coding tasks need commands, which QuickJS does not run; ${shortfall?.reason ?? 'bubblewrap is not used'}`,
+      `coding tasks need commands, which the wasm sandbox does not run; ${shortfall?.reason ?? 'bubblewrap is not used'}`,
       shortfall ? { next: shortfall.next } : {},
     );
   }

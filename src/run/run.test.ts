@@ -34,7 +34,7 @@ let vendor: ChatServer;
 beforeAll(async () => {
   home = mkdtempSync(join(tmpdir(), 'longhaul-run-'));
   store = await openStore({ home });
-  driver = (await openSandboxes({ dir: join(home, 'sandbox'), prefer: 'quickjs' })).driver;
+  driver = (await openSandboxes({ dir: join(home, 'sandbox'), prefer: 'wasm' })).driver;
 });
 afterEach(() => vendor?.close());
 afterAll(async () => {

@@ -8,7 +8,7 @@ import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
 import type { NetworkPolicy } from './contract.ts';
-import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
+import { BubblewrapDriver, probeBubblewrap, type SandboxDriver, WasmDriver } from './index.ts';
 import { OCI_RUNTIMES, OciDriver, probeOci } from './oci/index.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
@@ -17,8 +17,18 @@ const text = (bytes: Uint8Array) => Buffer.from(bytes).toString();
 const home = mkdtempSync(join(tmpdir(), 'longhaul-sandbox-'));
 const probe = await probeBubblewrap({ dir: join(home, 'probe') });
 const bubblewrapOptions = { dir: join(home, 'bubblewrap'), warm: 1 };
-const drivers: { name: string; open: () => Promise<SandboxDriver> }[] = [
-  { name: 'quickjs', open: () => QuickJsDriver.open({ dir: join(home, 'quickjs') }) },
+/** `only`: the language of the suite's snippets, where a driver has several. */
+const drivers: {
+  name: string;
+  open: () => Promise<SandboxDriver>;
+  only?: 'python' | 'javascript';
+}[] = [
+  { name: 'wasm, JavaScript', open: () => WasmDriver.open({ dir: join(home, 'wasm') }) },
+  {
+    name: 'wasm, Python',
+    open: () => WasmDriver.open({ dir: join(home, 'wasm') }),
+    only: 'python',
+  },
 ];
 if (probe.ok) {
   drivers.push({ name: 'bubblewrap', open: () => BubblewrapDriver.open(bubblewrapOptions) });
@@ -57,7 +67,7 @@ const SNIPPETS = {
   },
 } as const;
 
-describe.each(drivers)('$name', ({ open }) => {
+describe.each(drivers)('$name', ({ open, only }) => {
   let driver: SandboxDriver;
   beforeAll(async () => {
     driver = await open();
@@ -65,7 +75,7 @@ describe.each(drivers)('$name', ({ open }) => {
   afterAll(() => driver?.close());
 
   const snippet = (kind: keyof (typeof SNIPPETS)['python'], more: Partial<CodeRequest> = {}) => {
-    const language = driver.capabilities.languages[0]!;
+    const language = only ?? driver.capabilities.languages[0]!;
     return { language, source: SNIPPETS[language][kind], ...more };
   };
 
@@ -112,7 +122,10 @@ describe.each(drivers)('$name', ({ open }) => {
 
   test('refuses languages it does not have', async () => {
     const sandbox = await driver.create();
-    const missing = driver.capabilities.languages.includes('python') ? 'javascript' : 'python';
+    const missing = (['python', 'javascript'] as const).find(
+      (language) => !driver.capabilities.languages.includes(language),
+    );
+    if (missing === undefined) return sandbox.stop();
     await expect(sandbox.runCode([{ language: missing, source: '' }])).rejects.toMatchObject({
       code: 'CapabilityMissing',
     });

@@ -10,4 +10,4 @@ export {
   probeBubblewrap,
 } from './open.ts';
 export { DRIVER_PROBES, type DriverReport, type ProbedDriver, probeDriver } from './probes.ts';
-export { QuickJsDriver, type QuickJsOptions } from './quickjs/driver.ts';
+export { WasmDriver, type WasmOptions } from './wasm/driver.ts';

@@ -1,11 +1,11 @@
 import { LonghaulError } from '../core/index.ts';
 import { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
 import type { SandboxDriver } from './contract.ts';
-import { QuickJsDriver } from './quickjs/driver.ts';
+import { WasmDriver } from './wasm/driver.ts';
 
 export interface OpenSandboxesOptions extends BubblewrapOptions {
-  /** The driver to use or fail; without it bubblewrap where it runs, else QuickJS. */
-  prefer?: 'bubblewrap' | 'quickjs';
+  /** The driver to use or fail; without it bubblewrap where it runs, else wasm. */
+  prefer?: 'bubblewrap' | 'wasm';
 }
 
 export interface OpenedSandboxes {
@@ -67,13 +67,14 @@ export async function probeBubblewrap(options: BubblewrapOptions): Promise<Probe
 /** The machine's sandboxes. `SandboxUnavailable` when the preferred driver, or none, works here. */
 export async function openSandboxes(options: OpenSandboxesOptions): Promise<OpenedSandboxes> {
   const { prefer, ...rest } = options;
-  const weaker = 'QuickJS in a separate process: weaker boundary, JavaScript only';
-  if (prefer === 'quickjs') {
-    const driver = await QuickJsDriver.open(rest);
+  const weaker = (driver: WasmDriver) =>
+    `wasm (${driver.capabilities.languages.join(' and ')} in a WebAssembly process each): weaker boundary, no commands`;
+  if (prefer === 'wasm') {
+    const driver = await WasmDriver.open(rest);
     return {
       driver,
-      saidAloud: `sandbox: ${weaker}; as asked`,
-      reason: 'QuickJS was asked for',
+      saidAloud: `sandbox: ${weaker(driver)}; as asked`,
+      reason: 'wasm was asked for',
       next: "Leave `prefer` out, or set it to 'bubblewrap'.",
     };
   }
@@ -82,9 +83,9 @@ export async function openSandboxes(options: OpenSandboxesOptions): Promise<Open
     return { driver, saidAloud: describe(driver), reason: null, next: null };
   } catch (error) {
     if (prefer === 'bubblewrap' || !(error instanceof LonghaulError)) throw error;
-    const driver = await QuickJsDriver.open(rest);
+    const driver = await WasmDriver.open(rest);
     const reason = error.message.split('\n')[0]!;
     const next = error.next ?? 'Run `longhaul doctor` to see what this machine lacks.';
-    return { driver, saidAloud: `sandbox: ${weaker}; ${reason} (${next})`, reason, next };
+    return { driver, saidAloud: `sandbox: ${weaker(driver)}; ${reason} (${next})`, reason, next };
   }
 }

@@ -30,7 +30,7 @@ test('head and tail are kept however the chunks fall', () => {
     for (let i = 0; i < all.length; i += step) kept.add(all.subarray(i, i + step));
     const { head, tail, total } = kept.data();
     expect(total).toBe(1000);
-    expect(Buffer.from(head, 'base64')).toEqual(all.subarray(0, 51));
-    expect(Buffer.from(tail, 'base64')).toEqual(all.subarray(950));
+    expect(head).toEqual(all.subarray(0, 51));
+    expect(tail).toEqual(all.subarray(950));
   }
 });

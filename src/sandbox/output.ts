@@ -41,7 +41,8 @@ export class KeptOutput {
   readonly #tailLimit: number;
   #head: Buffer[] = [];
   #headBytes = 0;
-  #tail: Buffer = Buffer.alloc(0);
+  #tail: Buffer[] = [];
+  #tailBytes = 0;
   #total = 0;
 
   constructor(keepBytes: number) {
@@ -59,16 +60,22 @@ export class KeptOutput {
     }
     const rest = chunk.subarray(first.length);
     if (rest.length === 0) return;
-    const joined = rest.length >= this.#tailLimit ? rest : Buffer.concat([this.#tail, rest]);
-    this.#tail = Buffer.from(joined.subarray(Math.max(0, joined.length - this.#tailLimit)));
+    this.#tail.push(rest);
+    this.#tailBytes += rest.length;
+    // Not at each chunk: many small ones would copy the whole tail each time.
+    if (this.#tailBytes > 2 * this.#tailLimit) this.#cutTail();
   }
 
-  /** What was kept, as base64, and the number of bytes that passed. */
-  data(): { head: string; tail: string; total: number } {
-    return {
-      head: Buffer.concat(this.#head).toString('base64'),
-      tail: this.#tail.toString('base64'),
-      total: this.#total,
-    };
+  #cutTail(): Buffer {
+    const joined = Buffer.concat(this.#tail);
+    const kept = Buffer.from(joined.subarray(Math.max(0, joined.length - this.#tailLimit)));
+    this.#tail = [kept];
+    this.#tailBytes = kept.length;
+    return kept;
+  }
+
+  /** What was kept, and the number of bytes that passed. */
+  data(): { head: Buffer; tail: Buffer; total: number } {
+    return { head: Buffer.concat(this.#head), tail: this.#cutTail(), total: this.#total };
   }
 }

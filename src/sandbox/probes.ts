@@ -1,7 +1,7 @@
 import { attribute } from '../core/index.ts';
 import { BubblewrapDriver } from './bubblewrap/driver.ts';
 import type { SandboxCapabilities, SandboxDriver } from './contract.ts';
-import { QuickJsDriver } from './quickjs/driver.ts';
+import { WasmDriver } from './wasm/driver.ts';
 
 /** A driver that a probe has opened, with what only this driver can tell. */
 export interface ProbedDriver {
@@ -43,8 +43,8 @@ export const DRIVER_PROBES: readonly DriverProbe[] = [
     },
   },
   {
-    name: 'quickjs',
-    open: async (dir) => ({ driver: await QuickJsDriver.open({ dir, processes: 1 }) }),
+    name: 'wasm',
+    open: async (dir) => ({ driver: await WasmDriver.open({ dir, processes: 1 }) }),
   },
 ];
 

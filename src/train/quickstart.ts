@@ -98,9 +98,7 @@ export async function runQuickstart(
   options: QuickstartOptions,
   deps: QuickstartDeps,
 ): Promise<QuickstartResults> {
-  const language = deps.sandboxes.capabilities.languages.includes('python')
-    ? 'python'
-    : 'javascript';
+  const [language = 'python'] = deps.sandboxes.capabilities.languages;
   const schedule = scheduleFor(options.minutes, language);
   return startQuickstart({ ...options, language, schedule }, deps);
 }

@@ -9,7 +9,7 @@ import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import { drawTasks, programs } from '../env/programs/environment.ts';
 import { tinyRenderer } from '../model/render/tiny.ts';
 import { MemoryArtifacts } from '../run/index.ts';
-import { QuickJsDriver } from '../sandbox/quickjs/driver.ts';
+import { WasmDriver } from '../sandbox/wasm/driver.ts';
 import { evaluate } from './evaluate.ts';
 import { policyData, trueReward } from './grpo.ts';
 import { programmer } from './programmer.ts';
@@ -45,7 +45,7 @@ const plans: RolloutPlan[] = drawTasks('train', 1, 24).map((task, i) => ({
 const refs = plans.map((plan) => plan.task);
 
 async function withRunner<T>(
-  driver: Pick<QuickJsDriver, 'create'>,
+  driver: Pick<WasmDriver, 'create'>,
   work: (runner: RolloutRunner) => Promise<T>,
   signal = new AbortController().signal,
 ): Promise<T> {
@@ -68,7 +68,7 @@ const play = (runner: RolloutRunner) => runner.play(plans, 'rollout', { temperat
 
 describe('rollouts', () => {
   it('are equal for equal seeds, and whole runs with exact tokens', async () => {
-    const driver = await QuickJsDriver.open({ dir: join(root, 'a') });
+    const driver = await WasmDriver.open({ dir: join(root, 'a') });
     const [first, second] = [await withRunner(driver, play), await withRunner(driver, play)];
     const tokens = (played: typeof first) =>
       played.map(({ trajectory }) => [
@@ -100,7 +100,7 @@ describe('rollouts', () => {
   });
 
   it('that the sandbox fails are ungraded and taught nothing from', async () => {
-    const driver = await QuickJsDriver.open({ dir: join(root, 'b') });
+    const driver = await WasmDriver.open({ dir: join(root, 'b') });
     const good = await withRunner(driver, play);
     await driver.close();
     const away = {
@@ -130,7 +130,7 @@ describe('rollouts', () => {
   });
 
   it('stop when they are told to', async () => {
-    const driver = await QuickJsDriver.open({ dir: join(root, 'c') });
+    const driver = await WasmDriver.open({ dir: join(root, 'c') });
     const stop = new AbortController();
     const playing = withRunner(driver, play, stop.signal);
     stop.abort('interrupt');

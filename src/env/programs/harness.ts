@@ -5,7 +5,7 @@ import type { CaseResult } from './verdict.ts';
 
 /** CPU time a program may use for all its cases together: endless ones end by the kernel's timer. */
 const CPU_SECONDS = 0.3;
-/** Wall-clock limit, for programs that disarm the timer or sleep; QuickJS has no other. */
+/** Wall-clock limit, for programs that disarm the timer or sleep; in WebAssembly there is no other. */
 const WALL_MS: Record<Language, number> = { python: 3000, javascript: 1000 };
 
 /**
@@ -31,16 +31,22 @@ const literal = (value: unknown) => JSON.stringify(value);
 
 /**
  * Standard output is moved away while the program runs, so its prints are lost. Strings come out as
- * hexadecimal UTF-8. Nothing is imported that the interpreter has not loaded already or built in.
+ * hexadecimal UTF-8. Nothing is imported that the interpreter has not loaded already or built in. In
+ * WebAssembly there is no moving of descriptors and no timer: there the streams are replaced, and the
+ * sandbox's own limits on time and memory are the only ones.
  */
 function pythonSource(program: string, inputs: readonly Value[]): string {
-  return `import os, signal
+  return `import os, signal, sys
 def main(exact=type, compile=compile, eval=eval, str=str, int=int, list=list, repr=repr, all=all, write=os.write):
-    out = os.dup(1)
-    null = os.open('/dev/null', os.O_RDWR)
-    os.dup2(null, 0); os.dup2(null, 1); os.dup2(null, 2)
-    signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_VIRTUAL, ${CPU_SECONDS})
+    out = 1
+    if sys.platform == 'wasi':
+        sys.stdout = sys.stderr = open('/dev/null', 'w')
+    else:
+        out = os.dup(1)
+        null = os.open('/dev/null', os.O_RDWR)
+        os.dup2(null, 0); os.dup2(null, 1); os.dup2(null, 2)
+        signal.signal(signal.SIGVTALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_VIRTUAL, ${CPU_SECONDS})
     try:
         import resource
         resource.setrlimit(resource.RLIMIT_AS, (1 << 28, 1 << 28))

@@ -6,7 +6,7 @@ import { LonghaulError } from '../../core/index.ts';
 import { Lockstep } from '../../model/lockstep.ts';
 import { BubblewrapDriver } from '../../sandbox/bubblewrap/driver.ts';
 import type { SandboxDriver } from '../../sandbox/contract.ts';
-import { QuickJsDriver } from '../../sandbox/quickjs/driver.ts';
+import { WasmDriver } from '../../sandbox/wasm/driver.ts';
 import { AGAINST_NEIGHBOURS, auditPrograms } from './audit.ts';
 import { drawTasks, openTask, type ProgramTask } from './environment.ts';
 import { SharedSandboxes } from './shared-sandbox.ts';
@@ -204,22 +204,25 @@ describe.skipIf(driver instanceof Error)(`hostile neighbours in bubblewrap ${rea
   });
 });
 
-describe('in QuickJS', () => {
-  const dir = mkdtempSync(join(tmpdir(), 'programs-js-'));
-  let driver: QuickJsDriver;
+describe('in wasm', () => {
+  const dir = mkdtempSync(join(tmpdir(), 'programs-wasm-'));
+  let wasm: WasmDriver;
   let sandbox: Awaited<ReturnType<SandboxDriver['create']>>;
   beforeAll(async () => {
-    driver = await QuickJsDriver.open({ dir });
-    sandbox = await driver.create();
+    wasm = await WasmDriver.open({ dir });
+    sandbox = await wasm.create({ memoryBytes: 256 << 20 });
   });
   afterAll(async () => {
     await sandbox?.stop();
-    await driver?.close();
+    await wasm?.close();
     rmSync(dir, { recursive: true, force: true });
   });
 
-  it('passes its audit', async () => {
-    const report = await auditPrograms(driver, 'javascript', 60, 7);
+  it.each([
+    ['javascript', 60],
+    ['python', 6],
+  ] as const)('passes its audit in %s', async (language, tasks) => {
+    const report = await auditPrograms(wasm, language, tasks, 7);
     expect(report.lines.filter((line) => !line.startsWith('ok'))).toEqual([]);
     expect(report.passed).toBe(true);
   });
@@ -241,4 +244,57 @@ describe('in QuickJS', () => {
     const right = writeProgram(task!.spec, 'javascript', []);
     expect((await run(right)).output).toBe('+');
   });
+
+  it.each([
+    ['an endless loop', '[i for i in iter(int,1)]', /^!E(Time|Memory)=$/],
+    ['endless in C', '10**10**10', /^!E\w+=$/],
+    ['a memory bomb', '[bytearray(1<<24) for i in range(10**9)]', /^!E(Memory|Time)=$/],
+    ['deep recursion', '(f:=lambda n:f(n))(1)', /^!ERecursion=$/],
+    ['an exit', `__import__('os')._exit(0)`, /^!EOutput=$/],
+    ['an abort', `__import__('os').abort()`, /^!EKilled=$/],
+    ['a syntax error', 'x[', /^!ESyntax=$/],
+    ['a function', 'lambda:1', /^!EType=$/],
+    ['an own exception', '1/0', /^!EZeroDivision=$/],
+    ['a fake print', `print('[{"i":1}]')`, /^!EType=$/],
+    ['a fork', `[__import__('os').fork(),x][1]`, /^!EAttribute=$/],
+  ])('%s in Python is an observation', async (_, program, expected) => {
+    const [task] = drawTasks('train', 1, 1);
+    const [tool] = openTask(task!, 'python').tools;
+    const run = (text: string) => tool!.run({ program: text }, { sandbox } as never);
+    expect((await run(program)).output).toMatch(expected);
+    const right = writeProgram(task!.spec, 'python', []);
+    expect((await run(right)).output).toBe('+');
+  });
+
+  it.skipIf(driver instanceof Error)(
+    `grades the same Python programs as bubblewrap ${reason}`,
+    async () => {
+      const bubblewrap = await BubblewrapDriver.open({ dir: join(dir, 'bubblewrap'), warm: 0 });
+      const tasks = drawTasks('train', 5, 12);
+      const wrong = (task: ProgramTask, index: number) =>
+        writeProgram(
+          task.spec,
+          'python',
+          parts(task.spec).map((_, i) => i === index % parts(task.spec).length),
+        );
+      const programs = tasks.map((task, index) =>
+        index % 2 === 0 ? writeProgram(task.spec, 'python', []) : wrong(task, index),
+      );
+      const grades = [];
+      for (const each of [bubblewrap, wasm]) {
+        const made = await each.create(openTask(tasks[0]!, 'python').sandbox);
+        const seen = [];
+        for (const [index, task] of tasks.entries()) {
+          const [tool] = openTask(task, 'python').tools;
+          const context = { sandbox: made } as never;
+          seen.push((await tool!.run({ program: programs[index]! }, context)).output);
+        }
+        grades.push(seen);
+        await made.stop();
+      }
+      await bubblewrap.close();
+      expect(grades[1]).toEqual(grades[0]);
+      expect(new Set(grades[1]).size).toBeGreaterThan(2);
+    },
+  );
 });

@@ -14,11 +14,13 @@ import {
   type SandboxDriver,
   type SandboxSpec,
 } from '../contract.ts';
+import { imageLayers } from '../images/record.ts';
 import { type NetworkHandle, NetworkProxy } from '../network/proxy.ts';
 import { compilePolicy } from '../network/rules.ts';
 import { Pool } from '../pool.ts';
 import { Cgroup, type CgroupHost, findCgroups } from './cgroup.ts';
 import { LayerRegistry, type LayerReport, type LayerStack } from './layers.ts';
+import { canonicalImage, sandboxRoot } from './root.ts';
 import { BubblewrapSandbox, type SandboxHost } from './sandbox.ts';
 import { type LayerRef, RETRY_MS, Supervisor } from './supervisor.ts';
 import { findTools } from './tools.ts';
@@ -93,7 +95,7 @@ export class BubblewrapDriver implements SandboxDriver {
       processes: true,
       pause: parts.cgroups?.version === 'v2' || (bases.freezer && bases.pids) ? 'freezer' : 'none',
       network: 'proxy',
-      images: ['host'],
+      images: ['host', 'dir', 'image'],
       memory: bases.memory ? 'cgroup' : 'rlimit',
       cpu: bases.cpu ? 'cgroup' : 'none',
       pids: bases.pids ? 'cgroup' : 'rlimit',
@@ -102,7 +104,7 @@ export class BubblewrapDriver implements SandboxDriver {
       ownUid: supervisor.ready.root && supervisor.ready.idmap,
     };
     this.#pool = new Pool({
-      make: (key) => this.#make(JSON.parse(key) as SandboxSpec, []),
+      make: (key) => this.#make(JSON.parse(key) as SandboxSpec),
       warm: options.warm ?? DEFAULT_WARM,
       maxLive: options.maxLive ?? DEFAULT_MAX_LIVE,
       waitMs: options.waitMs ?? DEFAULT_WAIT_MS,
@@ -122,6 +124,11 @@ export class BubblewrapDriver implements SandboxDriver {
       uidBase: options.uidBase ?? DEFAULT_UID_BASE,
     });
     return new BubblewrapDriver({ options: { ...options, dir }, supervisor, cgroups, tools });
+  }
+
+  /** The driver's folder, where the image store lies too. */
+  get dir(): string {
+    return this.#dir;
   }
 
   /** Owners whose leftovers this start removed. */
@@ -156,11 +163,7 @@ export class BubblewrapDriver implements SandboxDriver {
 
   #spec(spec: Partial<SandboxSpec>): SandboxSpec {
     const full = { ...DEFAULT_SPEC, ...spec };
-    if (full.image !== 'host')
-      throw new LonghaulError(
-        'CapabilityMissing',
-        `bubblewrap sandboxes have image host, not ${full.image}`,
-      );
+    full.image = canonicalImage(full.image, this.#dir);
     if (full.network !== 'none') compilePolicy(full.network);
     const low =
       full.memoryBytes < MIN_MEMORY_BYTES ||
@@ -232,7 +235,7 @@ export class BubblewrapDriver implements SandboxDriver {
     await this.#restarting;
   }
 
-  async #make(spec: SandboxSpec, stack: LayerStack): Promise<BubblewrapSandbox> {
+  async #make(spec: SandboxSpec): Promise<BubblewrapSandbox> {
     const supervisor = this.#supervisor;
     const id = randomBytes(5).toString('hex');
     const uid = this.#takeUid();
@@ -257,10 +260,15 @@ export class BubblewrapDriver implements SandboxDriver {
     let ready = false;
     try {
       if (this.cgroups) cgroup = new Cgroup(this.cgroups, supervisor.owner, id, spec);
+      const root = sandboxRoot(spec.image, {
+        dir: this.#dir,
+        ownUid: supervisor.ready.root,
+        stackOf: (layer) => this.#registry.stack(layer),
+      });
       if (spec.network !== 'none') network = (await this.#openProxy()).register(id, spec.network);
-      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, network });
+      sandbox = new BubblewrapSandbox({ id, spec, uid, host, cgroup, network, root });
       this.#sandboxes.set(id, sandbox);
-      await sandbox.boot(stack);
+      await sandbox.boot(root?.writable ? root.layers : []);
       ready = true;
       return sandbox;
     } catch (error) {
@@ -318,7 +326,7 @@ export class BubblewrapDriver implements SandboxDriver {
 
   async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
     const candidates = this.#registry.candidates();
-    const keep = await named();
+    const keep = new Set([...(await named()), ...imageLayers(this.#dir)]);
     return this.#collect({ drop: [], unnamed: candidates.filter((id) => !keep.has(id)) });
   }
 

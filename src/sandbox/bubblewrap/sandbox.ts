@@ -1,3 +1,4 @@
+import type { CodeRequest, ExecResult } from '../../core/index.ts';
 import { attribute, LonghaulError } from '../../core/index.ts';
 import { AgentChannel } from '../agent/channel.ts';
 import type { Evidence } from '../agent/requests.ts';
@@ -16,6 +17,7 @@ import type { Cgroup } from './cgroup.ts';
 import { bubblewrapCommand } from './command.ts';
 import { freezeDurable, LEAST_MERGED } from './durable.ts';
 import type { DurableRef, LayerRegistry, LayerStack, Weight } from './layers.ts';
+import { HOST_DEFAULTS, type SandboxRoot } from './root.ts';
 import {
   adviseOn,
   type LayerRef,
@@ -53,6 +55,9 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   readonly #host: SandboxHost;
   readonly #cgroup: Cgroup | null;
   readonly #network: NetworkHandle | null;
+  readonly #root: SandboxRoot | null;
+  #rootHeld: LayerStack = [];
+  #pythonSeen = false;
   readonly #started = performance.now();
   #exit: Promise<SandboxExit> | null = null;
   #stopping: Promise<void> | null = null;
@@ -72,6 +77,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     host: SandboxHost;
     cgroup: Cgroup | null;
     network: NetworkHandle | null;
+    root: SandboxRoot | null;
   }) {
     super();
     this.id = options.id;
@@ -80,6 +86,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.#host = options.host;
     this.#cgroup = options.cgroup;
     this.#network = options.network;
+    this.#root = options.root;
   }
 
   get stack(): LayerStack {
@@ -94,8 +101,17 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       bytes: this.spec.diskBytes,
       inodes: this.spec.inodes,
     });
-    await this.#connect();
+    if (this.#root) await this.#mountRoot(this.#root);
+    if (!this.#root?.writable) await this.#connect();
     await this.#mount(stack);
+  }
+
+  async #mountRoot(root: SandboxRoot): Promise<void> {
+    const { supervisor, registry } = this.#host;
+    registry.hold(root.layers);
+    this.#rootHeld = root.layers;
+    const { writable, host, layers: lower, dir } = root;
+    await supervisor.request('root', { sid: this.id, root: { writable, host, lower, dir } });
   }
 
   /** Has an agent sent in; bubblewrap is started where it does not run. */
@@ -103,17 +119,14 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     const limits = this.#cgroup
       ? {}
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
+    const defaults = this.#root?.agent ?? HOST_DEFAULTS;
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
-      argv: bubblewrapCommand(this.id),
+      argv: bubblewrapCommand(this.id, this.#root),
       network: this.#network !== null,
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
         limits,
-        agent: {
-          env: this.#network ? proxyEnvironment : {},
-          cwd: '/workspace',
-          python: null,
-        },
+        agent: { ...defaults, env: { ...defaults.env, ...(this.#network && proxyEnvironment) } },
       },
     });
     this.#exit = exit;
@@ -154,10 +167,11 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     options: { freshTmp?: boolean; discard?: string; retired?: string } = {},
   ): Promise<void> {
     const { registry, supervisor } = this.#host;
-    const weight = registry.weight(stack, this.id);
+    const weight = this.#weight(stack);
     registry.hold(stack);
     const upper = `u${++this.#uppers}`;
     try {
+      if (this.#root?.writable) await this.#endTree();
       const used = await supervisor.request('workspace', {
         sid: this.id,
         lower: stack,
@@ -169,7 +183,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       if (!weight.counted && this.#heavy(weight)) {
         const shows = (await supervisor.request('count', { sid: this.id })) as Weight;
         registry.noteShown(stack, shows);
-        await supervisor.request('resize', { sid: this.id, ...this.#room(shows) });
+        await supervisor.request('resize', { sid: this.id, ...this.#room(this.#own(shows)) });
       }
     } catch (error) {
       registry.release(stack);
@@ -179,6 +193,33 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.#stack = stack;
     this.#upper = upper;
     registry.release(old);
+    if (this.#root?.writable) await this.#connect();
+  }
+
+  /** What a stack takes of the disk limit. */
+  #weight(stack: LayerStack): Weight & { counted: boolean } {
+    const weight = this.#host.registry.weight(stack, this.id);
+    return { ...this.#own(weight), counted: weight.counted };
+  }
+
+  /** Less the image that the workspace began as, which is not the guest's. */
+  #own(weight: Weight): Weight {
+    if (!this.#root?.writable) return weight;
+    const image = this.#host.registry.weight(this.#root.layers, this.id);
+    return {
+      bytes: Math.max(0, weight.bytes - image.bytes),
+      inodes: Math.max(0, weight.inodes - image.inodes),
+    };
+  }
+
+  /** A root cannot be exchanged below processes: a new tree starts over the new one. */
+  async #endTree(): Promise<void> {
+    if (!this.#exit) return;
+    this.channel?.destroy();
+    const cgroups = this.#cgroup?.directories ?? [];
+    await this.#host.supervisor.request('kill', { sid: this.id, cgroups });
+    if (!(await this.#ended(5000)))
+      throw new LonghaulError('SandboxUnavailable', 'the process tree did not end');
   }
 
   /** What layers hold that are not on the sandbox's own file system counts too; there is always room for a little. */
@@ -279,12 +320,36 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     try {
       await supervisor.request('kill', { sid: this.id, cgroups: this.#cgroup?.directories ?? [] });
       await this.#ended(5000);
-      await supervisor.request('bare', { sid: this.id });
-      await this.#connect();
+      if (!this.#root?.writable) {
+        await supervisor.request('bare', { sid: this.id });
+        await this.#connect();
+      }
       await this.#mount([this.#frozen(), ...this.#stack], { retired: this.#upper });
     } catch (error) {
       throw this.breakWith(attribute(error, 'SandboxUnavailable').message);
     }
+  }
+
+  // Snippets
+
+  /**
+   * Snippets run in the agent's interpreter, or in the image's own. `CapabilityMissing` where it has none:
+   * looked for before the first snippet, so that none can pretend it.
+   */
+  override async runCode(requests: readonly CodeRequest[]): Promise<ExecResult[]> {
+    const python = this.#root?.agent.python;
+    if (python && !this.#pythonSeen && requests.length > 0) {
+      const argv = [python, '-I', '-S', '-c', ''];
+      const result = await this.exec({ argv, cwd: '/', timeoutMs: START_TIMEOUT_MS });
+      if (result.code !== 0)
+        throw new LonghaulError(
+          'CapabilityMissing',
+          `image ${this.spec.image} cannot run Python snippets: ${result.stderr.trim().split('\n').at(-1) || result.cause}`,
+          { next: 'Use an image with python3 on its PATH, or run its own commands with exec.' },
+        );
+      this.#pythonSeen = true;
+    }
+    return super.runCode(requests);
   }
 
   // Layers
@@ -436,6 +501,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     const stack = this.#stack;
     this.#stack = [];
     registry.release(stack);
+    registry.release(this.#rootHeld);
+    this.#rootHeld = [];
     const keep = registry.usedNames(this.id);
     try {
       // Frozen processes of a version 1 group do not even die.

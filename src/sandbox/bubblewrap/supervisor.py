@@ -45,6 +45,7 @@ from mounts import (  # noqa: E402
     unmount,
     user_namespace,
 )
+from roots import close_root, lowers, open_root  # noqa: E402
 
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
 BASE = "/tmp"
@@ -66,6 +67,7 @@ class Box:
         self.blank = None
         self.views = set()  # id-mapped mounts
         self.tmp = self.shm = None
+        self.root = None
         self.network = False
         self.cgroups = []
         self.waiting = None
@@ -208,6 +210,8 @@ class Supervisor:
                 shutil.copyfile("/etc/" + name, os.path.join(stage, "etc", name))
         if os.path.isdir("/etc/alternatives"):
             shutil.copytree("/etc/alternatives", os.path.join(stage, "etc/alternatives"), symlinks=True)
+        # What a directory of the host that lies below it is reached by.
+        self.host_tmp = os.open("/tmp", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         mount(stage, BASE, None, MS_BIND | MS_REC)
         # A mount made here later shows up in every sandbox that bound the directory below it.
         mount(None, BASE, None, MS_SHARED)
@@ -314,22 +318,32 @@ class Supervisor:
         mount("tmpfs", top + "/d", "tmpfs", MS_NOSUID | MS_NODEV,
               "mode=755,size=%d,nr_inodes=%d" % (request["bytes"], request["inodes"]))
 
+    def op_root(self, request):
+        """Says what the sandbox's root is made of, and mounts it where it is not the workspace."""
+        sandbox = self.sandboxes[request["sid"]]
+        sandbox.root = request["root"]
+        return self.verified(request, sandbox.root["lower"], lambda _: open_root(self, sandbox))
+
     def op_workspace(self, request):
         """Mounts a fresh upper layer over `lower` (topmost first) as the sandbox's workspace. Durable layers
         are kept from removal from here on, and looked at where nobody has since the machine started.
         Answers with what the sandbox's own file system held before."""
-        durable = [layer["durable"] for layer in request["lower"] if "durable" in layer]
+        return self.verified(request, request["lower"], self.mount_workspace)
+
+    def verified(self, request, layers, operation):
+        """Does what stands on layers once they are kept from removal and their content has been seen."""
+        durable = [layer["durable"] for layer in layers if "durable" in layer]
         if durable:
             self.store.hold(durable[0])
         unverified = self.store.unverified(durable)
         if not unverified:
-            return self.mount_workspace(request)
+            return operation(request)
 
         def done(result):
             if "error" in result:
                 return self.answer(dict(result, id=request["id"]))
             self.store.trusted.update(unverified)
-            self.handle(request, self.mount_workspace)
+            self.handle(request, operation)
 
         self.work(lambda: self.store.check(unverified), done)
         return NotImplemented
@@ -349,6 +363,8 @@ class Supervisor:
             # Its owner must be able to go in, whatever the guest made of the directory.
             os.chmod(upper, stat.S_IMODE(below.st_mode) | 0o700)
             os.utime(upper, ns=(below.st_atime_ns, below.st_mtime_ns))
+        if sandbox.root and sandbox.root["writable"]:
+            lower = lowers(self, sandbox, lower if request["lower"] else [])
         own = self.view(sandbox, top + "/d", "v" + sandbox.sid, self.disk_id)
         self.overlay(lower, *("%s/%s" % (own, os.path.basename(path)) for path in (upper, work)), top + "/ws")
         homes = {"v" + layer["home"] for layer in request["lower"] if "home" in layer}
@@ -592,6 +608,7 @@ class Supervisor:
         top = "s%s" % sid
         for name in ("ws", "tmp", "shm"):
             unmount("%s/%s" % (top, name))
+        close_root(sandbox)
         self.forget_views(sandbox, [os.path.basename(target) for target in sandbox.views])
         if request.get("keep"):
             for name in os.listdir(top + "/d"):

@@ -21,7 +21,7 @@ function executable(paths: string[]): string | null {
 export function findTools(): { bwrap: string; python: string } {
   if (process.platform !== 'linux')
     throw new LonghaulError('SandboxUnavailable', 'bubblewrap: needs Linux', {
-      next: 'Run Longhaul on Linux, or use the QuickJS driver.',
+      next: 'Run Longhaul on Linux, or use the wasm driver.',
     });
   const folders = (process.env.PATH ?? '').split(':').filter((path) => path.startsWith('/'));
   const bwrap = executable([

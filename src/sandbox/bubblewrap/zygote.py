@@ -205,6 +205,10 @@ def main():
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     request = json.loads(text)
+                    if request["agent"]["python"]:
+                        # This interpreter is the host's, what will lie on its path is the image's.
+                        sys.path.clear()
+                        sys.path_importer_cache.clear()
                     enter(request, *fds, program, parent)
                 except BaseException as error:
                     # Before the filter: the supervisor's log; after it: nowhere.
