@@ -132,6 +132,7 @@ def place(archive, member, whiteouts, folders):
             os.unlink(path)
     if member.issym():
         os.symlink(os.fsencode(member.linkname), path)
+        os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
         return
     if member.islnk():
         target = [part for part in os.fsencode(member.linkname).split(b"/") if part not in (b"", b".")]
@@ -145,6 +146,7 @@ def place(archive, member, whiteouts, folders):
         return
     if member.isfifo():
         os.mkfifo(path, mode)
+        os.utime(path, (member.mtime, member.mtime))
         return
     if not member.isfile():
         return  # devices

@@ -28,14 +28,11 @@ export async function importArchive(
   const sandbox = withAgent(await driver.create(spec));
   try {
     const tar = createZstdDecompress();
-    let broken: Error | null = null;
-    pipeline(archive, tar, (error) => {
-      broken = error ?? null;
-    });
+    pipeline(archive, tar, () => {}); // its failures are met where the tar is read
     try {
       await sandbox.unpack(tar, WORKSPACE);
     } catch (error) {
-      if (!broken) throw error;
+      if (error instanceof LonghaulError || !tar.errored) throw error;
       throw new LonghaulError(
         'FileRefused',
         `archive: not readable zstd: ${(error as Error).message}`,
