@@ -153,7 +153,7 @@ class Walk {
   async inside(sandbox: Sandbox, steps: Step[]): Promise<Seen> {
     const stdin = JSON.stringify(['/workspace', this.#rename, steps]);
     const [result] = await sandbox.runCode([
-      { language: 'python', source: APPLY, stdin, keepBytes: 1 << 20 },
+      { language: 'python', source: APPLY, stdin },
     ]);
     if (result!.code !== 0) throw new Error(result!.stderr);
     return JSON.parse(result!.stdout);
