@@ -1,6 +1,7 @@
 import { spawn } from 'node:child_process';
 import {
   existsSync,
+  mkdirSync,
   mkdtempSync,
   readdirSync,
   readFileSync,
@@ -107,6 +108,7 @@ describe.skipIf(!probe.ok)(`kill -9 of the owner${skipped}`, () => {
     timeout: 60_000 + KILLS * 20_000,
   }, async () => {
     const dir = join(home, 'driver');
+    mkdirSync(join(dir, 'run'), { recursive: true }); // one may die before it makes that
     const reported = new Set<string>();
     let layers = 0;
     for (let kill = 0; kill < KILLS; kill++) {

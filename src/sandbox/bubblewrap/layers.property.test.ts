@@ -152,9 +152,7 @@ class Walk {
 
   async inside(sandbox: Sandbox, steps: Step[]): Promise<Seen> {
     const stdin = JSON.stringify(['/workspace', this.#rename, steps]);
-    const [result] = await sandbox.runCode([
-      { language: 'python', source: APPLY, stdin },
-    ]);
+    const [result] = await sandbox.runCode([{ language: 'python', source: APPLY, stdin }]);
     if (result!.code !== 0) throw new Error(result!.stderr);
     return JSON.parse(result!.stdout);
   }

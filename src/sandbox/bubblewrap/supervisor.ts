@@ -146,6 +146,7 @@ export class Supervisor {
     });
     child.stdin!.write(
       `${JSON.stringify({
+        pid: process.pid,
         runDir,
         layersDir,
         ownerDir,
