@@ -483,6 +483,10 @@ class Supervisor:
 
         return self.later(request, job)
 
+    def op_renew(self, request):
+        """Saves a durable layer again that is in use: it counts as new, and as not dropped."""
+        return self.later(request, lambda: self.store.adopt(request["layer"], True))
+
     def op_unhold(self, request):
         self.store.release(request["layer"])
 
