@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import time
 
@@ -35,6 +36,7 @@ def clean_orphans(run_dir, layers_dir, own):
             fd = lock(os.path.join(path, "lock"), wait=False)
         except OSError:
             continue
+        end_processes(name)
         gone = True
         for cgroup in owner.get("cgroups", []):
             # The record lies in a folder that others may write to: nothing but groups of ours.
@@ -50,6 +52,31 @@ def clean_orphans(run_dir, layers_dir, own):
         if name.startswith("partial-") and name.split("-")[1] not in live:
             remove_tree(os.path.join(layers_dir, name))
     return cleaned
+
+
+def end_processes(owner):
+    """Kills what still stands among an owner's mounts. The kernel ends nearly all of it with the owner, but
+    a bubblewrap that is killed before it has told its child to go on leaves that child waiting for ever."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if not among(pid, owner):
+                continue
+            process = os.pidfd_open(int(pid))
+        except OSError:
+            continue
+        try:
+            if among(pid, owner):  # the number is still the same process's
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        except OSError:
+            pass  # ended meanwhile
+        finally:
+            os.close(process)
+
+
+def among(pid, owner):
+    """Whether a process has the owner's folder mounted: only its own private namespaces do."""
+    with open("/proc/%s/mountinfo" % pid, encoding="utf-8", errors="surrogateescape") as file:
+        return re.search("/run/%s(//deleted)? " % re.escape(owner), file.read()) is not None
 
 
 def read_owner(path):
