@@ -14,7 +14,7 @@ import sys
 
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP = 1, 38, 24
-MEMORY_FD = 3
+FIRST_FD = 3
 
 
 def end_with(parent):
@@ -24,27 +24,31 @@ def end_with(parent):
         os._exit(1)
 
 
+def place(fd, number):
+    if fd != number:
+        os.dup2(fd, number)
+        os.close(fd)
+    os.set_inheritable(number, True)
+
+
 def hold(size, parent):
     end_with(parent)
-    os.dup2(os.memfd_create("machine", os.MFD_ALLOW_SEALING), MEMORY_FD, inheritable=False)
-    os.ftruncate(MEMORY_FD, size)
+    place(os.memfd_create("machine", os.MFD_ALLOW_SEALING), FIRST_FD)
+    os.ftruncate(FIRST_FD, size)
     print("ready", flush=True)
     if not sys.stdin.readline():
         return
     # From now on it can only be mapped privately: no machine can change what the others start from.
-    fcntl.fcntl(MEMORY_FD, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
+    fcntl.fcntl(FIRST_FD, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
     print("sealed", flush=True)
     sys.stdin.read()
 
 
 def run(options, command):
     end_with(options["parent"])
-    if options["memory"]:
-        fd = os.open(options["memory"], os.O_RDWR)
-        if fd != MEMORY_FD:
-            os.dup2(fd, MEMORY_FD)
-            os.close(fd)
-        os.set_inheritable(MEMORY_FD, True)
+    for number, file in enumerate(options["files"], FIRST_FD):
+        place(os.open(file["path"], os.O_RDWR if file["write"] else os.O_RDONLY), number)
+    os.chdir(options["folder"])
     if options["uid"] is not None:
         for capability in range(64):
             PRCTL(PR_CAPBSET_DROP, capability, 0, 0, 0)

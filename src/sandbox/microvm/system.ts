@@ -11,15 +11,55 @@ const WARDEN = join(import.meta.dirname, 'warden.py');
 /** Programs of this machine that a guest finds, where they exist here; the rest of it stays outside. */
 const PROGRAMS = [
   ...['sh', 'bash', 'dash', 'env', 'true', 'false', 'test', '[', 'echo', 'printf', 'yes', 'sleep'],
-  ...['cat', 'tac', 'head', 'tail', 'tee', 'wc', 'sort', 'uniq', 'cut', 'paste', 'join', 'tr', 'nl'],
-  ...['ls', 'cp', 'mv', 'rm', 'ln', 'mkdir', 'rmdir', 'mkfifo', 'mktemp', 'touch', 'truncate', 'dd'],
+  ...[
+    'cat',
+    'tac',
+    'head',
+    'tail',
+    'tee',
+    'wc',
+    'sort',
+    'uniq',
+    'cut',
+    'paste',
+    'join',
+    'tr',
+    'nl',
+  ],
+  ...[
+    'ls',
+    'cp',
+    'mv',
+    'rm',
+    'ln',
+    'mkdir',
+    'rmdir',
+    'mkfifo',
+    'mktemp',
+    'touch',
+    'truncate',
+    'dd',
+  ],
   ...['stat', 'chmod', 'chown', 'install', 'readlink', 'realpath', 'basename', 'dirname', 'pwd'],
   ...['df', 'du', 'sync', 'date', 'id', 'whoami', 'uname', 'hostname', 'nproc', 'timeout', 'nohup'],
   ...['kill', 'nice', 'seq', 'expr', 'factor', 'shuf', 'split', 'comm', 'fold', 'fmt', 'od', 'xxd'],
   ...['base32', 'base64', 'md5sum', 'sha1sum', 'sha256sum', 'sha512sum', 'cksum', 'stty', 'tty'],
   ...['grep', 'sed', 'awk', 'mawk', 'gawk', 'find', 'xargs', 'diff', 'cmp', 'patch', 'file', 'bc'],
-  ...['tar', 'gzip', 'gunzip', 'zcat', 'bzip2', 'xz', 'zstd', 'ps', 'top', 'free', 'pgrep', 'pkill'],
-  ...['setsid', 'unshare', 'mount', 'umount', 'dmesg', 'more', 'less', 'which', 'git', 'perl', 'jq'],
+  ...[
+    'tar',
+    'gzip',
+    'gunzip',
+    'zcat',
+    'bzip2',
+    'xz',
+    'zstd',
+    'ps',
+    'top',
+    'free',
+    'pgrep',
+    'pkill',
+  ],
+  ...['setsid', 'unshare', 'mount', 'umount', 'dmesg', 'more', 'less', 'which', 'jq'],
 ];
 /** Parts of Python's library that are large and of no use in a guest. */
 const LEFT_OUT = /^(test|tests|idlelib|tkinter|turtledemo|ensurepip|lib2to3|pydoc_data|config-.*)$/;
@@ -107,13 +147,10 @@ class Collection {
 
 /** The shared libraries that programs need, as `ldd` finds them; no program is run. */
 function libraries(programs: readonly string[]): string[] {
-  const found = new Set<string>();
-  // A program that is linked statically makes ldd fail: it is asked of each alone.
-  for (const program of programs) {
-    const { stdout } = spawnSync('ldd', [program], { encoding: 'utf8' });
-    for (const [, path] of (stdout ?? '').matchAll(/(?:=>\s+|^\s+)(\/\S+)\s+\(/gm)) found.add(path!);
-  }
-  return [...found];
+  // Its status tells of scripts and static programs among them, which need none.
+  const { stdout } = spawnSync('ldd', [...programs], { encoding: 'utf8' });
+  const paths = (stdout ?? '').matchAll(/(?:=>\s+|^\s+)(\/\S+)\s+\(/gm);
+  return [...new Set([...paths].map(([, path]) => path!))];
 }
 
 /**

@@ -16,7 +16,6 @@ import fcntl
 import glob
 import json
 import os
-import resource
 import select
 import signal
 import socket
@@ -37,7 +36,7 @@ STATE = HOME + "/state"
 GROUP = HOME + "/cgroup/guest"
 USER = 1000
 # In the order in which they depend on each other; what a kernel has built in is not there.
-MODULES = ("virtio", "virtio_ring", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci", "virtio_mmio", "virtio_console")
+MODULES = ("virtio_ring", "virtio", "virtio_pci_legacy_dev", "virtio_pci_modern_dev", "virtio_pci", "virtio_mmio", "virtio_console")
 SETTINGS = {
     "kernel/dmesg_restrict": "1",
     "kernel/kptr_restrict": "2",
@@ -142,7 +141,6 @@ def become_agent(port, config, seccomp):
         os.setresgid(USER, USER, USER)
         os.setresuid(USER, USER, USER)
         check(LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         install(seccomp)
         os.execve("/usr/bin/python3", ["python3", "-IB", HOME + "/agent/agent.py", json.dumps(config)], {"LANG": "C.UTF-8"})
     except BaseException as error:
@@ -256,14 +254,10 @@ class Warden:
             self.poll.register(file.fileno(), select.POLLPRI)
 
     def op_start(self, request):
-        """A new agent. What the host sent to an earlier one is thrown away."""
-        os.set_blocking(self.agent_port, False)
-        try:
-            while os.read(self.agent_port, 65536):
-                pass
-        except BlockingIOError:
-            pass
-        os.set_blocking(self.agent_port, True)
+        """A new agent. What the host sent to an earlier one is thrown away: all up to the marker."""
+        marker, seen = bytes.fromhex(request["marker"]), b""
+        while not seen.endswith(marker):
+            seen = seen[-len(marker):] + os.read(self.agent_port, 65536)
         program = bytes.fromhex(request["seccomp"])
         # A child makes the namespaces; its own child is the first process in them.
         keeper = os.fork()
