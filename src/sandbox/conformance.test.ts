@@ -1,9 +1,11 @@
-import { mkdtempSync, rmSync } from 'node:fs';
+import { spawnSync } from 'node:child_process';
+import { existsSync, mkdtempSync, rmSync } from 'node:fs';
 import { tmpdir } from 'node:os';
 import { join } from 'node:path';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
 import { BubblewrapDriver, probeBubblewrap, QuickJsDriver, type SandboxDriver } from './index.ts';
+import { MicroVmDriver } from './microvm/driver.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
 
@@ -21,6 +23,16 @@ if (probe.ok) {
     open: () => BubblewrapDriver.open({ ...bubblewrapOptions, cgroups: false }),
   });
 } else test.skip(`bubblewrap: ${probe.reason}`);
+
+const kernel = join(process.env.LONGHAUL_TEST_MICROVM ?? '.cache/microvm', 'vmlinuz');
+const hasQemu = spawnSync('qemu-system-x86_64', ['--version']).status === 0;
+if (hasQemu && existsSync(kernel)) {
+  const options = { dir: join(home, 'microvm'), kernel };
+  drivers.push({ name: 'microvm', open: () => MicroVmDriver.open(options) });
+} else
+  test.skip(
+    `microvm: ${hasQemu ? 'no kernel: node test/setup-microvm.ts' : 'no qemu-system-x86_64'}`,
+  );
 
 afterAll(() => rmSync(home, { recursive: true, force: true }));
 

@@ -55,6 +55,8 @@ const MAX_CPUS = 64;
 const MEBIBYTE = 2 ** 20;
 /** The kernel, the guest's system as files in memory, and the first process. */
 const OVERHEAD_MEBIBYTES = 256;
+/** The smallest machine holds two to the power of this many MiB of memory and files. */
+const MIN_SIZE = 9;
 /** The agent and its spare fork, which the guest's limits leave room for. */
 const OWN_PROCESSES = 2;
 const OWN_BYTES = 32 * MEBIBYTE;
@@ -175,12 +177,20 @@ export class MicroVmDriver implements SandboxDriver {
     return machine;
   }
 
-  async #restore(origin: Origin): Promise<Running> {
+  async #restore(origin: Origin, spec: SandboxSpec): Promise<Running> {
     const image = 'image' in origin ? origin.image : null;
     const saved: SavedMachine = image
       ? image.saved
       : this.#layer(this.#store.meta((origin as { layer: LayerId }).layer, true));
-    const machine = await this.#start(sizeOf(saved.spec), {
+    const size = sizeOf(saved.spec);
+    const asked = sizeOf(spec);
+    if (size.mebibytes !== asked.mebibytes || size.processors !== asked.processors)
+      throw new LonghaulError(
+        'ConfigInvalid',
+        `the layer is a machine of ${described(size)}, and ${described(asked)} were asked for`,
+        { next: 'Leave the spec out, or give the one that the layer was saved with.' },
+      );
+    const machine = await this.#start(size, {
       memory: image ? { kind: 'from', path: image.path } : { kind: 'own' },
       boot: false,
       partial: Buffer.from(saved.partial, 'base64'),
@@ -194,6 +204,7 @@ export class MicroVmDriver implements SandboxDriver {
       while (channel.reserve() < saved.nextId);
       await machine.cont();
       await machine.refresh();
+      if (keyOf(spec) !== keyOf(saved.spec)) await machine.warden.call('limit', guestLimits(spec));
       await machine.warden.call('thaw');
       return { machine, channel, saved };
     } catch (error) {
@@ -258,7 +269,8 @@ export class MicroVmDriver implements SandboxDriver {
       machine = await this.#start(size, { memory: { kind: 'kept', path: image.path }, boot: true });
       await machine.boot();
       await machine.refresh();
-      await machine.warden.call('setup', { spec: guestLimits(spec) });
+      await machine.warden.call('setup');
+      await machine.warden.call('limit', guestLimits(spec));
       const channel = await startAgent(machine);
       await channel.call(WARM_COMMAND, [new Uint8Array()]);
       await channel.call({ op: 'ping' });
@@ -335,14 +347,7 @@ export class MicroVmDriver implements SandboxDriver {
       return this.#sandbox(full, async () => ({ image: await this.#template(full) }), null);
     }
     const saved = this.#layer(this.#store.meta(from)).spec;
-    const other = (Object.keys(spec) as (keyof SandboxSpec)[]).find(
-      (key) => spec[key] !== saved[key],
-    );
-    if (other)
-      throw new LonghaulError('ConfigInvalid', `layer ${from} was saved with another ${other}`, {
-        next: 'Leave the spec out: a machine keeps the limits it was saved with.',
-      });
-    return this.#sandbox(saved, async () => ({ layer: from }), from);
+    return this.#sandbox(this.#spec({ ...saved, ...spec }), async () => ({ layer: from }), from);
   }
 
   async #sandbox(
@@ -354,7 +359,7 @@ export class MicroVmDriver implements SandboxDriver {
     let running: Running;
     try {
       if (this.#closing) throw new LonghaulError('SandboxUnavailable', 'the driver is closed');
-      running = await this.#restore(await origin());
+      running = await this.#restore(await origin(), spec);
     } catch (error) {
       this.#places.give();
       throw error;
@@ -367,7 +372,7 @@ export class MicroVmDriver implements SandboxDriver {
       host: {
         store: this.#store,
         system: this.#system,
-        restore: (each) => this.#restore(each),
+        restore: (each, limits) => this.#restore(each, limits),
         template: (each) => this.#template(each),
         spawn: (each, layer, count) => this.#fork(each, layer, count),
         released: (gone) => {
@@ -380,9 +385,10 @@ export class MicroVmDriver implements SandboxDriver {
     return sandbox;
   }
 
-  async #fork(spec: SandboxSpec, layer: LayerId, count: number): Promise<Sandbox[]> {
-    const image = count > 1 ? await this.#image(layer) : null;
-    const origin = image ? { image } : { layer };
+  async #fork(spec: SandboxSpec, layer: LayerId | null, count: number): Promise<Sandbox[]> {
+    const image = layer !== null && count > 1 ? await this.#image(layer) : null;
+    const template = layer === null ? await this.#template(spec) : null;
+    const origin = image || template ? { image: (image ?? template)! } : { layer: layer! };
     const made = await Promise.allSettled(
       Array.from({ length: count }, () => this.#sandbox(spec, async () => origin, layer)),
     );
@@ -429,14 +435,20 @@ export class MicroVmDriver implements SandboxDriver {
 
 const keyOf = (spec: SandboxSpec) => JSON.stringify(spec, Object.keys(DEFAULT_SPEC));
 
-/** The hard outer bound: what QEMU gives the machine, whatever goes on inside. */
+/**
+ * The hard outer bound: what QEMU gives the machine, whatever goes on inside. In powers of two, so that
+ * specs share templates: the guest's kernel enforces what is less.
+ */
 function sizeOf(spec: SandboxSpec): MachineSize {
-  const bytes = spec.memoryBytes + spec.diskBytes;
+  const mebibytes = (spec.memoryBytes + spec.diskBytes) / MEBIBYTE;
   return {
-    mebibytes: Math.ceil(bytes / MEBIBYTE) + OVERHEAD_MEBIBYTES,
+    mebibytes: 2 ** Math.max(MIN_SIZE, Math.ceil(Math.log2(mebibytes))) + OVERHEAD_MEBIBYTES,
     processors: Math.ceil(spec.cpus),
   };
 }
+
+const described = ({ mebibytes, processors }: MachineSize) =>
+  `${mebibytes} MiB and ${processors} processors`;
 
 /** Files are in memory too: as with bubblewrap, the group's bound is the sum. */
 function guestLimits(spec: SandboxSpec): Record<string, number> {

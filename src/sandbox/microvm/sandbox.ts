@@ -24,7 +24,7 @@ const END_MS = 2_000;
 const START_MS = 60_000;
 const MARKER_BYTES = 32;
 
-/** What a machine starts from: an image in memory, or a layer on disk (null: the template of its spec). */
+/** What a machine starts from: an image in memory, or a layer on disk. */
 export type Origin = { image: MemoryImage } | { layer: LayerId };
 
 /** A machine that runs, and how to speak to its agent. */
@@ -39,10 +39,10 @@ export interface MicroVmHost {
   store: LayerStore;
   system: string;
   /** A running machine that went on from `origin`, with its own time and random numbers. */
-  restore(origin: Origin): Promise<Running>;
+  restore(origin: Origin, spec: SandboxSpec): Promise<Running>;
   /** The image that sandboxes of this spec start from. */
   template(spec: SandboxSpec): Promise<MemoryImage>;
-  spawn(spec: SandboxSpec, layer: LayerId, count: number): Promise<Sandbox[]>;
+  spawn(spec: SandboxSpec, layer: LayerId | null, count: number): Promise<Sandbox[]>;
   released(sandbox: MicroVmSandbox): void;
 }
 
@@ -199,7 +199,7 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
   /** Another machine in place of this one. */
   async #become(origin: Origin, base: LayerId | null): Promise<void> {
     const used = this.#machine.end ? null : await this.#machine.warden.count().catch(() => null);
-    const { machine, channel, saved } = await this.#host.restore(origin);
+    const { machine, channel, saved } = await this.#host.restore(origin, this.spec);
     const old = this.#machine;
     if (used) this.#cpuBefore += used.cpuSeconds - this.#countersBefore.cpuSeconds;
     this.loseProcesses('killed');
@@ -275,20 +275,15 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
 
   rollback(layer: LayerId): Promise<void> {
     return this.enqueue(async () => {
-      const { spec } = this.#host.store.meta(layer);
-      const other = Object.keys(spec).find((key) => !same(spec, this.spec, key));
-      if (other)
-        throw new LonghaulError('ConfigInvalid', `layer ${layer} has another limit of ${other}`, {
-          next: 'Create a new sandbox from it: a machine keeps the limits it was saved with.',
-        });
+      this.#host.store.meta(layer);
       await this.#become({ layer }, layer);
     });
   }
 
-  /** Whole machines, processes included; with a call in flight, from the last snapshot. */
+  /** Whole machines, processes included; with a call in flight, from the last snapshot or a fresh one. */
   async fork(count: number): Promise<Sandbox[]> {
     if (this.broken) throw this.broken;
-    if (!this.idle && this.#base) return this.#host.spawn(this.spec, this.#base, count);
+    if (!this.idle) return this.#host.spawn(this.spec, this.#base, count);
     return this.enqueue(async () => {
       const layer = await this.#save('volatile');
       try {
@@ -350,8 +345,4 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
     })();
     return this.#stopping;
   }
-}
-
-function same(a: SandboxSpec, b: SandboxSpec, key: string): boolean {
-  return a[key as keyof SandboxSpec] === b[key as keyof SandboxSpec];
 }

@@ -231,9 +231,8 @@ class Warden:
     # Requests
 
     def op_setup(self, request):
-        """Limits and the file system of the workspace and /tmp."""
-        spec = request["spec"]
-        mount("state", STATE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=%d,nr_inodes=%d" % (spec["diskBytes"], spec["inodes"]))
+        """The file system of the workspace and /tmp, and the group that limits hold for."""
+        mount("state", STATE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
         for name, target, mode in (("workspace", "/workspace", 0o700), ("tmp", "/tmp", 0o1777), ("shm", "/dev/shm", 0o1777)):
             path = "%s/%s" % (STATE, name)
             os.mkdir(path)
@@ -244,14 +243,17 @@ class Warden:
         mount(None, "/", None, MS_REMOUNT | MS_RDONLY)
         write(HOME + "/cgroup/cgroup.subtree_control", "+memory +pids +cpu")
         os.mkdir(GROUP)
-        write(GROUP + "/memory.max", str(spec["memory"]))
-        write(GROUP + "/pids.max", str(spec["pids"]))
-        write(GROUP + "/cpu.max", "%d 100000" % (spec["cpus"] * 100000))
         for name in ("memory.events", "pids.events"):
             file = open("%s/%s" % (GROUP, name))
             file.read()
             self.watched.append(file)
             self.poll.register(file.fileno(), select.POLLPRI)
+
+    def op_limit(self, request):
+        mount(None, STATE, None, MS_REMOUNT | MS_NOSUID | MS_NODEV, "size=%d,nr_inodes=%d" % (request["diskBytes"], request["inodes"]))
+        write(GROUP + "/memory.max", str(request["memory"]))
+        write(GROUP + "/pids.max", str(request["pids"]))
+        write(GROUP + "/cpu.max", "%d 100000" % (request["cpus"] * 100000))
 
     def op_start(self, request):
         """A new agent. What the host sent to an earlier one is thrown away: all up to the marker."""
