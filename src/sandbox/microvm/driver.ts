@@ -243,9 +243,8 @@ export class MicroVmDriver implements SandboxDriver {
   // Templates
 
   #template(spec: SandboxSpec): Promise<MemoryImage> {
-    const key = createHash('sha256')
-      .update(`${this.#system} ${keyOf(spec)}`)
-      .digest('hex');
+    const size = JSON.stringify(sizeOf(spec));
+    const key = createHash('sha256').update(`${this.#system} ${size}`).digest('hex');
     const known = this.#templates.get(key);
     if (known) return known;
     const made = this.#makeTemplate(spec, `t-${key.slice(0, 24)}`);
@@ -360,6 +359,10 @@ export class MicroVmDriver implements SandboxDriver {
     try {
       if (this.#closing) throw new LonghaulError('SandboxUnavailable', 'the driver is closed');
       running = await this.#restore(await origin(), spec);
+      if (this.#closing) {
+        await running.machine.kill();
+        throw new LonghaulError('SandboxUnavailable', 'the driver was closed');
+      }
     } catch (error) {
       this.#places.give();
       throw error;
@@ -386,9 +389,10 @@ export class MicroVmDriver implements SandboxDriver {
   }
 
   async #fork(spec: SandboxSpec, layer: LayerId | null, count: number): Promise<Sandbox[]> {
+    // Reading the layer once is worth it from the second child on.
     const image = layer !== null && count > 1 ? await this.#image(layer) : null;
-    const template = layer === null ? await this.#template(spec) : null;
-    const origin = image || template ? { image: (image ?? template)! } : { layer: layer! };
+    const origin =
+      layer === null ? { image: await this.#template(spec) } : image ? { image } : { layer };
     const made = await Promise.allSettled(
       Array.from({ length: count }, () => this.#sandbox(spec, async () => origin, layer)),
     );

@@ -27,7 +27,7 @@ export class AgentStream extends Duplex {
   }
 
   #receive(chunk: Buffer): void {
-    this.#heard++;
+    this.#heard += chunk.length;
     this.#follow(chunk);
     if (!this.push(chunk)) this.#socket.pause();
   }
@@ -50,6 +50,11 @@ export class AgentStream extends Duplex {
   /** What has come of a frame that has not ended. */
   get partial(): Buffer {
     return Buffer.concat(this.#tail);
+  }
+
+  /** Bytes that have come, those of a saved machine's half frame included. */
+  get heard(): number {
+    return this.#heard;
   }
 
   override _read(): void {

@@ -285,6 +285,7 @@ class Warden:
     def op_stop(self, request):
         """Ends the agent and with it everything in its namespace."""
         write(GROUP + "/cgroup.kill", "1")
+        write(GROUP + "/cgroup.freeze", "0")
         if self.agent is not None:
             self.agent_ended()
 
