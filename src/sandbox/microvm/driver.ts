@@ -2,7 +2,7 @@ import { createHash, randomBytes, randomInt } from 'node:crypto';
 import { existsSync, mkdirSync, readFileSync, renameSync, statSync, writeFileSync } from 'node:fs';
 import { dirname, join, resolve } from 'node:path';
 import type { Readable } from 'node:stream';
-import { LonghaulError } from '../../core/index.ts';
+import { attribute, LonghaulError } from '../../core/index.ts';
 import { AgentChannel } from '../agent/channel.ts';
 import { exportArchive, importArchive } from '../agent/layer-archive.ts';
 import {
@@ -365,7 +365,7 @@ export class MicroVmDriver implements SandboxDriver {
       }
     } catch (error) {
       this.#places.give();
-      throw error;
+      throw attribute(error, 'SandboxUnavailable');
     }
     const sandbox = new MicroVmSandbox({
       id: randomBytes(5).toString('hex'),
@@ -423,7 +423,7 @@ export class MicroVmDriver implements SandboxDriver {
   }
 
   async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
-    return this.#store.prune(named);
+    return this.#store.prune(named, this.#system);
   }
 
   close(): Promise<void> {

@@ -236,11 +236,12 @@ export class LayerStore {
     rmSync(gone, { recursive: true, force: true });
   }
 
-  async prune(named: () => Promise<ReadonlySet<LayerId>>): Promise<PruneReport> {
-    const metas = readdirSync(this.#durable)
-      .filter((name) => DURABLE_ID.test(name))
+  /** Old layers that nobody names, and templates of another system than `system`. */
+  async prune(named: () => Promise<ReadonlySet<LayerId>>, system: string): Promise<PruneReport> {
+    const all = readdirSync(this.#durable)
       .map((name) => this.#meta(name))
       .filter((meta) => meta !== null);
+    const metas = all.filter((meta) => !(TEMPLATE_ID.test(meta.id) && meta.system === system));
     const old = metas.filter((meta) => Date.now() - Date.parse(meta.createdAt) >= FRESH_MS);
     const keep = await named();
     const removed = old.filter((meta) => !keep.has(meta.id));

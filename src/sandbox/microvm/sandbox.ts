@@ -231,6 +231,8 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
           next: 'Take the snapshot before putSecrets, or use a driver whose layers hold files only.',
         },
       );
+    // A guest that has brought its machine down meanwhile gets its new one first.
+    if (this.channel!.closed) await super.call({ op: 'ping' }, [], 0);
     const machine = this.#machine;
     const channel = this.channel!;
     try {
@@ -257,11 +259,17 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
         await machine.warden.call('thaw');
       }
     } catch (error) {
-      if (machine.end) throw this.breakWith(machine.end.detail);
-      throw attribute(error, 'SandboxUnavailable');
+      throw this.#attributed(error);
     } finally {
       machine.stream.release();
     }
+  }
+
+  /** Why the machine did not do what it was told. */
+  #attributed(error: unknown): LonghaulError {
+    if (this.broken) return this.broken;
+    const { end } = this.#machine;
+    return end ? this.breakWith(end.detail) : attribute(error, 'SandboxUnavailable');
   }
 
   /** `onBusy` has no meaning here: processes are part of the snapshot. */
@@ -303,7 +311,9 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
 
   pause(): Promise<void> {
     return this.enqueue(async () => {
-      await this.#machine.stop();
+      await this.#machine.stop().catch((error) => {
+        throw this.#attributed(error);
+      });
       this.paused = true;
     });
   }
@@ -311,8 +321,12 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
   async resume(): Promise<void> {
     if (this.broken) throw this.broken;
     if (!this.paused) return;
-    await this.#machine.cont();
-    await this.#machine.refresh();
+    try {
+      await this.#machine.cont();
+      await this.#machine.refresh();
+    } catch (error) {
+      throw this.#attributed(error);
+    }
     this.paused = false;
   }
 
@@ -323,7 +337,9 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
   usage(): Promise<SandboxUsage> {
     return this.enqueue(async () => {
       const { own } = await this.agentUsage();
-      const counters = await this.#machine.warden.count();
+      const counters = await this.#machine.warden.count().catch((error) => {
+        throw this.#attributed(error);
+      });
       this.evidence();
       return {
         cpuSeconds: this.#cpuBefore + counters.cpuSeconds - this.#countersBefore.cpuSeconds,
