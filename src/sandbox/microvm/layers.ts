@@ -127,7 +127,15 @@ export class LayerStore {
       const file = createWriteStream(path, { mode: 0o600, flush: kind !== 'volatile' });
       const written = pipeline(entry, through, file);
       written.catch(() => {});
-      await save(entry);
+      try {
+        await save(entry);
+      } catch (error) {
+        entry.destroy();
+        await written.catch((cause) => {
+          throw cause.code === 'ERR_STREAM_PREMATURE_CLOSE' ? error : cause; // a full disk, say
+        });
+        throw error;
+      }
       await written;
       const meta: LayerMeta = {
         ...saved,

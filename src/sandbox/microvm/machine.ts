@@ -77,9 +77,6 @@ export interface MachineOptions {
 
 /** One QEMU process. It has no network, no disk and no file; it talks to unix sockets in a folder of its own. */
 export class Machine {
-  readonly folder: string;
-  readonly size: MachineSize;
-  readonly uid: number | null;
   readonly ended: Promise<MachineEnd>;
   warden!: Warden;
   stream!: AgentStream;
@@ -90,26 +87,25 @@ export class Machine {
   #guestEnded = '';
   #console = '';
   #stderr = '';
+  readonly #folder: string;
+  readonly #uid: number | null;
   #folderFd: number | null;
 
-  private constructor(folder: string, size: MachineSize, uid: number | null) {
-    this.folder = folder;
+  private constructor(folder: string, uid: number | null) {
+    this.#folder = folder;
     this.#folderFd = openSync(folder, 'r');
-    this.size = size;
-    this.uid = uid;
+    this.#uid = uid;
     this.ended = new Promise((resolve) => {
       this.#ending = resolve;
     });
   }
 
-  /**
-   * Starts QEMU, with the machine standing still. `SandboxUnavailable` where it does not start.
-   */
+  /** Starts QEMU, with the machine standing still. `SandboxUnavailable` where it does not start. */
   static async start(host: MachineHost, options: MachineOptions): Promise<Machine> {
-    const { folder, size, uid } = options;
+    const { folder, uid } = options;
     mkdirSync(folder, { mode: 0o700 });
     if (uid !== null) chownSync(folder, uid, host.gid!);
-    const machine = new Machine(folder, size, uid);
+    const machine = new Machine(folder, uid);
     try {
       machine.#spawn(host, options);
       const gone = () => (machine.#end ? new Error(machine.#end.detail) : null);
@@ -256,11 +252,6 @@ export class Machine {
     await this.#qmp.command('cont');
   }
 
-  /** A round trip: what the machine did before it is behind us. */
-  async sync(): Promise<void> {
-    await this.#qmp.command('query-status');
-  }
-
   /** The right time, and random numbers that no other machine from the same image has. */
   async refresh(): Promise<void> {
     // A number of nanoseconds is more than a JSON number holds.
@@ -280,7 +271,7 @@ export class Machine {
     received.catch(() => {});
     await new Promise<void>((resolve) => server.listen(path, resolve));
     try {
-      if (this.uid !== null) chownSync(path, this.uid, 0);
+      if (this.#uid !== null) chownSync(path, this.#uid, 0);
       else chmodSync(path, 0o600);
       await this.#lean(lean);
       await this.#qmp.migration(() => this.#qmp.command('migrate', { uri: `unix:${name}` }));
@@ -332,6 +323,6 @@ export class Machine {
     if (this.#folderFd === null) return;
     closeSync(this.#folderFd);
     this.#folderFd = null;
-    rmSync(this.folder, { recursive: true, force: true });
+    rmSync(this.#folder, { recursive: true, force: true });
   }
 }

@@ -200,6 +200,10 @@ export class MicroVmSandbox extends AgentSandbox implements Sandbox {
   async #become(origin: Origin, base: LayerId | null): Promise<void> {
     const used = this.#machine.end ? null : await this.#machine.warden.count().catch(() => null);
     const { machine, channel, saved } = await this.#host.restore(origin, this.spec);
+    if (this.#stopping) {
+      await machine.kill();
+      throw this.broken!;
+    }
     const old = this.#machine;
     if (used) this.#cpuBefore += used.cpuSeconds - this.#countersBefore.cpuSeconds;
     this.loseProcesses('killed');
