@@ -14,7 +14,9 @@ import { Warden } from './warden.ts';
 const LAUNCHER = join(import.meta.dirname, 'launcher.py');
 /** The first descriptor of what the launcher opens for QEMU. */
 const FIRST_FD = 3;
-const BOOT_TIMEOUT_MS = 120_000;
+const BOOT_TIMEOUT_MS = 300_000;
+/** Emulated, the string instructions that a kernel clears and copies pages with are its slowest way. */
+const PROCESSOR = { kvm: 'host', tcg: 'max,erms=off,fsrm=off' };
 const CONSOLE_BYTES = 8192;
 const SEED_BYTES = 64;
 /** QEMU's own limit would stretch a save of a few hundred megabytes over seconds. */
@@ -28,7 +30,7 @@ const QUIET = [
     'random.trust_cpu=on',
     'unknown_nmi_panic',
   ],
-  ...['init_on_alloc=0', 'init_on_free=1', 'rdinit=/init'],
+  ...['init_on_alloc=0', 'rdinit=/init'],
 ].join(' ');
 
 /** What every machine of a driver has in common. */
@@ -156,7 +158,7 @@ export class Machine {
     const command = [
       ...[host.qemu, '-nodefaults', '-no-user-config', '-display', 'none', '-no-reboot', '-S'],
       ...['-M', `${host.machine},accel=${host.accel},memory-backend=ram`],
-      ...['-cpu', host.accel === 'kvm' ? 'host' : 'max'],
+      ...['-cpu', PROCESSOR[host.accel]],
       ...['-m', bytes, '-smp', String(size.processors), '-object', ram],
       ...['-sandbox', 'on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny'],
       ...['-chardev', socket('qmp'), '-mon', 'chardev=qmp,mode=control'],

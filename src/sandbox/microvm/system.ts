@@ -35,6 +35,7 @@ const PROGRAMS = [
     'mkdir',
     'rmdir',
     'mkfifo',
+    'mknod',
     'mktemp',
     'touch',
     'truncate',
