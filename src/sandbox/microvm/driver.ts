@@ -16,7 +16,7 @@ import {
 } from '../contract.ts';
 import { MemoryImage } from './image.ts';
 import { type LayerMeta, LayerStore, type SavedMachine } from './layers.ts';
-import { Machine, type MachineHost, type MachineSize } from './machine.ts';
+import { Machine, type MachineHost, type MachineSize, PROCESSOR } from './machine.ts';
 import { Owner } from './owner.ts';
 import { Places } from './places.ts';
 import { MicroVmSandbox, type Origin, type Running, startAgent } from './sandbox.ts';
@@ -132,18 +132,19 @@ export class MicroVmDriver implements SandboxDriver {
     const modules = options.modules ?? (existsSync(beside) ? beside : null);
     const guest = guestSystem(python, modules);
     const kernel = readFileSync(options.kernel);
+    const kernelDigest = createHash('sha256').update(kernel).digest('hex');
     const files = join(dir, 'system');
     mkdirSync(files, { recursive: true, mode: 0o700 });
     const root = process.getuid?.() === 0;
     const machines: MachineHost = {
       ...{ qemu, python, accel, machine },
-      kernel: keep(files, kernel, createHash('sha256').update(kernel).digest('hex')),
+      kernel: keep(files, kernel, kernelDigest),
       initrd: keep(files, guest.archive, guest.digest),
       gid: root ? (options.uidBase ?? DEFAULT_UID_BASE) : null,
       groups: accel === 'kvm' ? [statSync('/dev/kvm', { throwIfNoEntry: false })?.gid ?? 0] : [],
     };
     const system = createHash('sha256')
-      .update(JSON.stringify([machines.kernel, guest.digest, version, accel, machine]))
+      .update(JSON.stringify([kernelDigest, guest.digest, version, PROCESSOR[accel], machine]))
       .digest('hex');
     const owner = await Owner.claim(dir);
     const store = new LayerStore(dir, owner.folder, owner.name);

@@ -16,7 +16,7 @@ const LAUNCHER = join(import.meta.dirname, 'launcher.py');
 const FIRST_FD = 3;
 const BOOT_TIMEOUT_MS = 300_000;
 /** Emulated, the string instructions that a kernel clears and copies pages with are its slowest way. */
-const PROCESSOR = { kvm: 'host', tcg: 'max,erms=off,fsrm=off' };
+export const PROCESSOR = { kvm: 'host', tcg: 'max,erms=off,fsrm=off' };
 const CONSOLE_BYTES = 8192;
 const SEED_BYTES = 64;
 /** QEMU's own limit would stretch a save of a few hundred megabytes over seconds. */
