@@ -4,7 +4,7 @@ import { LonghaulError, Redactor } from '../core/index.ts';
 import type { Engine } from '../engine/contract.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import type { SandboxDriver, SandboxDriverName } from '../sandbox/contract.ts';
-import { type OpenedSandboxes, openSandboxes } from '../sandbox/index.ts';
+import { machineOf, type OpenedSandboxes, openSandboxes } from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
 import { collectLayers } from './layer-garbage.ts';
@@ -50,9 +50,11 @@ export class Platform {
   }
 
   /** A driver of its own for the caller to close. `warm`: sandboxes kept ready. */
-  openSandboxes(warm?: number): Promise<OpenedSandboxes> {
+  async openSandboxes(warm?: number): Promise<OpenedSandboxes> {
+    const machine = machineOf(process.env);
     return openSandboxes({
       dir: join(this.home, 'sandbox'),
+      ...(machine && { machine }),
       ...(warm !== undefined && { warm }),
       ...(this.#driver !== undefined && { prefer: this.#driver }),
     });
