@@ -191,7 +191,9 @@ export class Pool<T extends Poolable> {
       while (wanted()) {
         this.#live++;
         try {
-          await this.#shelve(key, await this.#options.make(key));
+          const member = await this.#options.make(key);
+          await member.ping(); // makes it ready for its first call
+          await this.#shelve(key, member);
         } catch {
           // The next request makes one itself and gets the reason.
           this.release();

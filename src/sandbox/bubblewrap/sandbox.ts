@@ -105,6 +105,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     if (this.#root) await this.#mountRoot(this.#root);
     if (!this.#root?.writable) await this.#connect();
     await this.#mount(stack);
+    this.rest();
   }
 
   async #mountRoot(root: SandboxRoot): Promise<void> {
