@@ -1,6 +1,7 @@
 import { readFileSync } from 'node:fs';
 import { Command, CommanderError, InvalidArgumentError, Option } from 'commander';
 import { attribute, LonghaulError, RunKind, RunStatus } from '../core/index.ts';
+import { SANDBOX_DRIVERS, type SandboxDriverName } from '../sandbox/contract.ts';
 import * as sandboxOptions from './commands/sandbox-options.ts';
 import { Output } from './output.ts';
 import { Platform } from './platform.ts';
@@ -67,6 +68,11 @@ function build(): Command {
     .version(version(), '--version')
     .option('--home <dir>', 'where runs, weights and the store live', folder, '.longhaul')
     .option('--json', 'documents for programs on stdout, words on stderr', false)
+    .addOption(
+      new Option('--sandbox <driver>', 'sandbox driver to use or fail (see `sandbox doctor`)')
+        .choices(SANDBOX_DRIVERS)
+        .env('LONGHAUL_SANDBOX'),
+    )
     .showSuggestionAfterError()
     .exitOverride()
     .configureHelp({ showGlobalOptions: true, sortSubcommands: false });
@@ -74,8 +80,8 @@ function build(): Command {
   /** Runs a command with its platform; sets the exit code; closes whatever happened. */
   const command = (work: (platform: Platform, args: string[], options: never) => Promise<number>) =>
     async function action(this: Command): Promise<void> {
-      const globals = program.opts<{ home: string; json: boolean }>();
-      const platform = new Platform(globals.home, new Output(globals.json));
+      const globals = program.opts<{ home: string; json: boolean; sandbox?: SandboxDriverName }>();
+      const platform = new Platform(globals.home, new Output(globals.json), globals.sandbox);
       try {
         process.exitCode = await work(platform, this.args, this.opts() as never);
       } finally {

@@ -3,8 +3,8 @@ import { join } from 'node:path';
 import { LonghaulError, Redactor } from '../core/index.ts';
 import type { Engine } from '../engine/contract.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
-import type { SandboxDriver } from '../sandbox/contract.ts';
-import { openSandboxes } from '../sandbox/index.ts';
+import type { SandboxDriver, SandboxDriverName } from '../sandbox/contract.ts';
+import { type OpenedSandboxes, openSandboxes } from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
 import type { Output } from './output.ts';
@@ -21,12 +21,15 @@ export class Platform {
   /** Why bubblewrap is not used and what to do, once `sandboxes` has answered. */
   sandboxShortfall: { reason: string; next: string } | null = null;
   readonly #homeGiven: string;
+  readonly #driver: SandboxDriverName | undefined;
   readonly #closers: (() => Promise<void>)[] = [];
   #store: Promise<Store> | null = null;
   #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
 
-  constructor(home: string, output: Output) {
+  /** `driver`: the sandbox driver to use or fail. */
+  constructor(home: string, output: Output, driver?: SandboxDriverName) {
+    this.#driver = driver;
     this.#homeGiven = home;
     this.home = openHome(home);
     this.output = output;
@@ -43,9 +46,18 @@ export class Platform {
     return this.#store;
   }
 
+  /** A driver of its own for the caller to close. `warm`: sandboxes kept ready. */
+  openSandboxes(warm?: number): Promise<OpenedSandboxes> {
+    return openSandboxes({
+      dir: join(this.home, 'sandbox'),
+      ...(warm !== undefined && { warm }),
+      ...(this.#driver !== undefined && { prefer: this.#driver }),
+    });
+  }
+
   sandboxes(): Promise<SandboxDriver> {
     this.#sandboxes ??= (async () => {
-      const opened = await openSandboxes({ dir: join(this.home, 'sandbox') });
+      const opened = await this.openSandboxes();
       const { driver, saidAloud } = opened;
       this.sandboxShortfall =
         opened.reason === null ? null : { reason: opened.reason, next: opened.next ?? '' };

@@ -9,6 +9,7 @@ import { afterAll, beforeAll, describe, expect, test } from 'vitest';
 import type { CodeRequest } from '../core/index.ts';
 import type { NetworkPolicy } from './contract.ts';
 import { BubblewrapDriver, probeBubblewrap, type SandboxDriver, WasmDriver } from './index.ts';
+import { OCI_RUNTIMES, OciDriver, probeOci } from './oci/index.ts';
 
 /** Every driver passes this suite; what one cannot do is skipped by its stated capabilities. */
 
@@ -36,6 +37,12 @@ if (probe.ok) {
     open: () => BubblewrapDriver.open({ ...bubblewrapOptions, cgroups: false }),
   });
 } else test.skip(`bubblewrap: ${probe.reason}`);
+for (const runtime of OCI_RUNTIMES) {
+  const options = { dir: join(home, runtime), runtime, warm: 0 };
+  const runs = await probeOci(options);
+  if (runs.ok) drivers.push({ name: runtime, open: () => OciDriver.open(options) });
+  else test.skip(`${runtime}: ${runs.reason}`);
+}
 
 afterAll(() => rmSync(home, { recursive: true, force: true }));
 
@@ -548,7 +555,11 @@ print("k3y-0123456789" in str(os.environ))
     expect(text(await copy.readFile('new\nline'))).toBe('odd');
     if (commands()) {
       const { stdout } = await copy.exec({
-        argv: ['sh', '-c', 'readlink link; stat -c %h hard; stat -c %a deep; ls -d empty'],
+        argv: [
+          'sh',
+          '-c',
+          "readlink link; find hard -printf '%n\\n'; find deep -maxdepth 0 -printf '%m\\n'; find empty",
+        ],
       });
       expect(stdout).toBe('/etc/passwd\n2\n700\nempty\n');
     }

@@ -35,6 +35,10 @@ export const DEFAULT_SPEC: SandboxSpec = {
   network: 'none',
 };
 
+/** Drivers by name, the default first. */
+export const SANDBOX_DRIVERS = ['bubblewrap', 'crun', 'runc', 'runsc', 'kata', 'wasm'] as const;
+export type SandboxDriverName = (typeof SANDBOX_DRIVERS)[number];
+
 /** What may be reached, through an HTTP proxy that the guest finds in HTTP_PROXY and HTTPS_PROXY. */
 export interface NetworkPolicy {
   allow: readonly NetworkRule[];

@@ -3,12 +3,15 @@ export * from './contract.ts';
 export { examineLimits, type LimitFinding } from './examine.ts';
 export * from './images/index.ts';
 export { durableLayers, examineMachine, type MachineFinding } from './machine.ts';
+export { OciDriver, type OciOptions } from './oci/index.ts';
 export {
   type OpenedSandboxes,
   type OpenSandboxesOptions,
   openSandboxes,
   type Probe,
   probeBubblewrap,
+  SANDBOX_DRIVERS,
+  type SandboxDriverName,
 } from './open.ts';
 export { DRIVER_PROBES, type DriverReport, type ProbedDriver, probeDriver } from './probes.ts';
 export { WasmDriver, type WasmOptions } from './wasm/driver.ts';

@@ -1,11 +1,13 @@
+import { join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
-import type { SandboxDriver } from './contract.ts';
+import type { SandboxDriver, SandboxDriverName } from './contract.ts';
+import { OciDriver } from './oci/index.ts';
 import { WasmDriver } from './wasm/driver.ts';
 
 export interface OpenSandboxesOptions extends BubblewrapOptions {
   /** The driver to use or fail; without it bubblewrap where it runs, else wasm. */
-  prefer?: 'bubblewrap' | 'wasm';
+  prefer?: SandboxDriverName;
 }
 
 export interface OpenedSandboxes {
@@ -76,6 +78,18 @@ export async function openSandboxes(options: OpenSandboxesOptions): Promise<Open
       saidAloud: `sandbox: ${weaker(driver)}; as asked`,
       reason: 'wasm was asked for',
       next: "Leave `prefer` out, or set it to 'bubblewrap'.",
+    };
+  }
+  if (prefer !== undefined && prefer !== 'bubblewrap') {
+    const runtime = prefer;
+    // Layers of different drivers are different things.
+    const driver = await OciDriver.open({ ...rest, dir: join(rest.dir, 'oci', runtime), runtime });
+    const { isolation, memory, cpu, pids } = driver.capabilities;
+    return {
+      driver,
+      saidAloud: `sandbox: ${runtime} (${isolation}, memory by ${memory}, cpu by ${cpu}, pids by ${pids}, copied layers); as asked`,
+      reason: null,
+      next: null,
     };
   }
   try {

@@ -1,6 +1,8 @@
+import { join } from 'node:path';
 import { attribute } from '../core/index.ts';
 import { BubblewrapDriver } from './bubblewrap/driver.ts';
 import type { SandboxCapabilities, SandboxDriver } from './contract.ts';
+import { OCI_RUNTIMES, OciDriver } from './oci/index.ts';
 import { WasmDriver } from './wasm/driver.ts';
 
 /** A driver that a probe has opened, with what only this driver can tell. */
@@ -42,6 +44,12 @@ export const DRIVER_PROBES: readonly DriverProbe[] = [
       };
     },
   },
+  ...OCI_RUNTIMES.map((runtime) => ({
+    name: runtime,
+    open: async (dir: string) => ({
+      driver: await OciDriver.open({ dir: join(dir, 'oci', runtime), runtime, warm: 0 }),
+    }),
+  })),
   {
     name: 'wasm',
     open: async (dir) => ({ driver: await WasmDriver.open({ dir, processes: 1 }) }),

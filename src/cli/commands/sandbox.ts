@@ -1,5 +1,4 @@
 import { constants as osConstants } from 'node:os';
-import { join } from 'node:path';
 import { type ExecResult, LonghaulError } from '../../core/index.ts';
 import type {
   NetworkAttempt,
@@ -8,7 +7,7 @@ import type {
   SandboxDriver,
   SandboxSpec,
 } from '../../sandbox/contract.ts';
-import { type OpenedSandboxes, openSandboxes } from '../../sandbox/index.ts';
+import type { OpenedSandboxes } from '../../sandbox/index.ts';
 import { duration, printable } from '../output.ts';
 import type { Platform } from '../platform.ts';
 import { GuestOutput } from '../terminal.ts';
@@ -84,7 +83,7 @@ async function execUntil(
   options: ExecOptions,
 ): Promise<number> {
   const { output } = platform;
-  const opened = await openSandboxes({ dir: join(platform.home, 'sandbox'), warm: 0 });
+  const opened = await platform.openSandboxes(0);
   const { driver } = opened;
   platform.closeLater(() => driver.close());
   if (opened.reason !== null) {

@@ -14,6 +14,7 @@ spare). Guests may signal it or stop it: one that does not answer is replaced.
 """
 
 import collections
+import ctypes
 import errno
 import gc
 import json
@@ -49,7 +50,7 @@ class Job:
 
     def __init__(self, spare, request, stdin, background, done):
         self.pid = spare.pid
-        self.pidfd = os.pidfd_open(self.pid)
+        self.pidfd = open_pidfd(self.pid)
         self.stdin, stdout, stderr = spare.pipes
         self.outputs = {stdout: 0, stderr: 1}
         self.opened = dict(self.outputs)
@@ -86,12 +87,29 @@ class Agent:
         self.spare = None
         self.used = False
         self.watch(control_in, select.POLLIN, lambda: self.receive())
+        if self.first and not has_pidfds():
+            self.watch_children()
 
     # Loop
 
     def watch(self, fd, events, handler):
         self.handlers[fd] = handler
         self.poll.register(fd, events)
+
+    def watch_children(self):
+        """Hears of a child's end where no pidfd tells it (gVisor of 2022)."""
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+        def woken():
+            try:
+                os.read(wake_read, 4096)
+            except BlockingIOError:
+                pass  # a guest that can open the agent's pipes has read it first
+            self.reap()
+
+        self.watch(wake_read, select.POLLIN, woken)
 
     def unwatch(self, fd):
         del self.handlers[fd]
@@ -232,20 +250,25 @@ class Agent:
             if not extra:
                 return
             for pid in extra:
-                try:
-                    # The number may be another namespace's; the folder of /proc is not ambiguous.
-                    fd = os.open("/proc/%d" % pid, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                except OSError:
-                    continue
-                try:
-                    signal.pidfd_send_signal(fd, signal.SIGKILL)
-                except OSError:
-                    pass
-                os.close(fd)
+                self.kill_orphan(pid)
             self.reap()
             time.sleep(0.0005)
         self.kill_all()  # it forks faster than it can be picked out
         self.settle(lambda: not self.orphans(), 5)
+
+    def kill_orphan(self, pid):
+        try:
+            if self.first:  # its parent is this process, so it keeps its number until it is collected
+                return os.kill(pid, signal.SIGKILL)
+            # The number may be another namespace's; the folder of /proc is not ambiguous.
+            fd = os.open("/proc/%d" % pid, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            signal.pidfd_send_signal(fd, signal.SIGKILL)
+        except OSError:
+            pass
+        os.close(fd)
 
     def begin(self, request, source, stdin, done):
         """Starts a process: (job, None), or (None, result) where the guest has left no room for one.
@@ -270,7 +293,8 @@ class Agent:
             return None, (result, [b"", b"", message, b""])
         job = Job(spare, request, stdin, background, done)
         self.jobs[job.pid] = job
-        self.watch(job.pidfd, select.POLLIN, self.reap)
+        if job.pidfd is not None:
+            self.watch(job.pidfd, select.POLLIN, self.reap)
         for fd in job.outputs:
             self.watch(fd, select.POLLIN, lambda fd=fd: self.read_output(job, fd))
         if not request.get("open"):
@@ -344,7 +368,7 @@ class Agent:
             self.kill_all()
         else:
             try:
-                signal.pidfd_send_signal(job.pidfd, signal.SIGKILL)
+                os.kill(job.pid, signal.SIGKILL)  # ours, and not yet collected
                 os.killpg(job.pid, signal.SIGKILL)
             except OSError:
                 pass
@@ -353,8 +377,9 @@ class Agent:
     def finish(self, job, status):
         """After its process ended: takes what the pipes still hold and tells the end."""
         del self.jobs[job.pid]
-        self.unwatch(job.pidfd)
-        os.close(job.pidfd)
+        if job.pidfd is not None:
+            self.unwatch(job.pidfd)
+            os.close(job.pidfd)
         self.drop_input(job)
         for fd in list(job.opened):
             taken = 0
@@ -505,6 +530,24 @@ class Agent:
 FILE_CALLS = {"read", "write", "list", "stat", "input"}
 
 
+def open_pidfd(pid):
+    """A descriptor that tells the end of a child; None where the kernel has none."""
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return None
+        raise
+
+
+def has_pidfds():
+    fd = open_pidfd(os.getpid())
+    if fd is None:
+        return False
+    os.close(fd)
+    return True
+
+
 def first_process_lives():
     """A process that is on its way out has no memory left."""
     try:
@@ -539,6 +582,24 @@ def limit(limits):
         resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
     if "data" in limits:
         resource.setrlimit(resource.RLIMIT_DATA, (limits["data"], limits["data"]))
+    if "address" in limits:
+        resource.setrlimit(resource.RLIMIT_AS, (limits["address"], limits["address"]))
+
+
+def keep_own_uid(guest):
+    """For kernels that let a guest signal process 1 of its own uid (gVisor): this process keeps the real
+    and saved uid it came with and acts as the guest's; its forks give them up for good. It comes with
+    the capabilities to do so and drops them here, from the bounding set too."""
+    CAPABILITY_VERSION_3, PR_CAPBSET_DROP = 0x20080522, 24
+    os.setgroups([])
+    os.setresgid(guest, guest, guest)
+    for capability in range(64):
+        if PRCTL(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
+            break
+    os.setresuid(-1, guest, -1)
+    header = ctypes.create_string_buffer(struct.pack("Ii", CAPABILITY_VERSION_3, 0))
+    if ctypes.CDLL(None).capset(header, ctypes.create_string_buffer(24)) < 0:
+        sys.exit("the sandbox agent cannot drop its capabilities")
 
 
 def main():
@@ -547,11 +608,15 @@ def main():
         # It signals every process it can see: anywhere else that would be the whole machine.
         sys.exit("the sandbox agent runs as process 1 of a namespace of its own only")
     config = json.loads(sys.argv[1])
+    if "guest" in config:
+        keep_own_uid(config["guest"])
     PRCTL(PR_SET_DUMPABLE, 0, 0, 0, 0)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for process 1
     limit(config["limits"])
     os.chdir("/")
+    for fd in (0, 1):
+        os.set_blocking(fd, True)  # gVisor takes over what its own end of the connection needed
 
     def kill_all():
         try:

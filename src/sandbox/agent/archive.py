@@ -56,7 +56,9 @@ def pack(root, fd):
     with os.fdopen(fd, "wb", closefd=False) as out:
         archive = tarfile.open(
             fileobj=out, mode="w|", bufsize=BLOCK, format=tarfile.PAX_FORMAT, encoding="utf-8",
-            errors="surrogateescape", pax_headers={COUNT: str(len(listed))},
+            errors="surrogateescape",
+            # Of an archive that holds nothing else, tarfile takes this header for damage.
+            pax_headers={COUNT: str(len(listed))} if listed else {},
         )
         for name, info in listed:
             member = tarfile.TarInfo(os.fsdecode(name))
@@ -79,6 +81,31 @@ def pack(root, fd):
                 continue
             archive.addfile(member)
         archive.close()
+
+
+def clear(root):
+    """Empties a folder, whatever its folders permit: they are the caller's own. Nested ones are moved up
+    first, so that no depth is too deep."""
+    root = os.fsencode(root)
+    queue = [os.path.join(root, name) for name in os.listdir(root)]
+    moved = 0
+    while queue:
+        path = queue.pop()
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            continue
+        os.chmod(path, 0o700)
+        for name in os.listdir(path):
+            below = os.path.join(path, name)
+            if not stat.S_ISDIR(os.lstat(below).st_mode):
+                os.unlink(below)
+                continue
+            os.chmod(below, 0o700)
+            while os.path.lexists(aside := os.path.join(root, b".clear-%d" % moved)):
+                moved += 1
+            os.rename(below, aside)
+            queue.append(aside)
+        os.rmdir(path)
 
 
 def unpack(fd, whiteouts):

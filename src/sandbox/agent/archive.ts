@@ -52,6 +52,11 @@ export function packWorkspace(
   return out;
 }
 
+/** Removes everything below a folder, as the guest. */
+export async function clearFolder(channel: AgentChannel, path: string): Promise<void> {
+  await archiver(channel, { kind: 'clear', path }, () => {}).ended;
+}
+
 export async function unpackInto(
   channel: AgentChannel,
   source: AsyncIterable<Uint8Array>,

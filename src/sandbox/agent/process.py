@@ -119,6 +119,10 @@ def fork_here(config):
 
 def become_process(taken, config):
     """Waits for work and does it: a program, a snippet, or an archive. Never returns."""
+    _signal.set_wakeup_fd(-1)
+    _signal.signal(_signal.SIGCHLD, _signal.SIG_DFL)
+    if "guest" in config:
+        os.setresuid(*[config["guest"]] * 3)
     os.setsid()
     # Out of the way first: the numbers they shall have may be taken by each other.
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in taken]
@@ -264,11 +268,13 @@ def exit_code(value):
 
 
 def run_archive(header):
-    """Writes a tree to standard output, or unpacks one from standard input."""
+    """Writes a tree to standard output, unpacks one from standard input, or empties a folder."""
     try:
         os.chdir(header["path"])
         if header["kind"] == "pack":
             archive.pack(".", 1)
+        elif header["kind"] == "clear":
+            archive.clear(".")
         else:
             archive.unpack(0, header.get("whiteouts", False))
     except archive.Refused as error:
