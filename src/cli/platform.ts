@@ -4,7 +4,12 @@ import { LonghaulError, Redactor } from '../core/index.ts';
 import type { Engine } from '../engine/contract.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import type { SandboxDriver, SandboxDriverName } from '../sandbox/contract.ts';
-import { type OpenedSandboxes, openSandboxes } from '../sandbox/index.ts';
+import {
+  BubblewrapDriver,
+  ImageStore,
+  type OpenedSandboxes,
+  openSandboxes,
+} from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
 import type { Output } from './output.ts';
@@ -23,6 +28,7 @@ export class Platform {
   readonly #homeGiven: string;
   readonly #driver: SandboxDriverName | undefined;
   readonly #closers: (() => Promise<void>)[] = [];
+  readonly #remembered = new Map<string, Promise<unknown>>();
   #store: Promise<Store> | null = null;
   #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
@@ -68,6 +74,11 @@ export class Platform {
     return this.#sandboxes;
   }
 
+  /** The images of this home. `CapabilityMissing` where no driver can hold them, with what the machine lacks. */
+  async images(): Promise<ImageStore> {
+    return imagesOf(await this.sandboxes(), this.sandboxShortfall);
+  }
+
   /** A command to print as a hint: as it works from where the user is, with the home they gave. */
   hint(command: string): string {
     const inCheckout = import.meta.url.endsWith('.ts');
@@ -110,6 +121,17 @@ export class Platform {
     return this.#engine;
   }
 
+  /** What a command needs several times and makes once; a failure is not kept. */
+  remember<T>(key: string, make: () => Promise<T>): Promise<T> {
+    let made = this.#remembered.get(key) as Promise<T> | undefined;
+    if (made === undefined) {
+      made = make();
+      this.#remembered.set(key, made);
+      made.catch(() => this.#remembered.delete(key));
+    }
+    return made;
+  }
+
   /** Closed with the platform, last opened first. */
   closeLater(close: () => Promise<void>): void {
     this.#closers.push(close);
@@ -124,6 +146,20 @@ export class Platform {
     this.#closers.push(() => opened.close());
     return opened;
   }
+}
+
+/** The image store beside a driver's layers. `CapabilityMissing` for drivers that hold no images. */
+export function imagesOf(
+  driver: SandboxDriver,
+  shortfall: { reason: string | null; next: string | null } | null,
+): ImageStore {
+  if (driver instanceof BubblewrapDriver) return new ImageStore({ driver });
+  const why = shortfall?.reason ?? `${driver.name} was asked for`;
+  throw new LonghaulError(
+    'CapabilityMissing',
+    `images are built and run in bubblewrap sandboxes, and this is ${driver.name}: ${why}`,
+    { next: shortfall?.next || 'Leave --sandbox out.' },
+  );
 }
 
 /** A run id from what a person typed: whole, an unambiguous beginning or end, or `last`. */

@@ -10,8 +10,6 @@ export {
   openSandboxes,
   type Probe,
   probeBubblewrap,
-  SANDBOX_DRIVERS,
-  type SandboxDriverName,
 } from './open.ts';
 export { DRIVER_PROBES, type DriverReport, type ProbedDriver, probeDriver } from './probes.ts';
 export { WasmDriver, type WasmOptions } from './wasm/driver.ts';

@@ -3,10 +3,7 @@ import { type Effect, LonghaulError, type Tool } from '../../core/index.ts';
 import { describeExec } from '../observation.ts';
 
 /** Runs a snippet in a warm interpreter: milliseconds, where the shell starts a new one each time. */
-export function executeCode(
-  languages: readonly ('python' | 'javascript')[],
-  effect: Effect,
-): Tool {
+export function executeCode(languages: readonly ('python' | 'javascript')[], effect: Effect): Tool {
   const [first = 'python', ...rest] = languages;
   const Input = z.object({
     language: z.enum([first, ...rest]),

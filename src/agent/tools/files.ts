@@ -98,7 +98,9 @@ export const editFile: Tool = {
   },
 };
 
-const ListInput = z.object({ path: z.string().optional().describe('Default: the working directory.') });
+const ListInput = z.object({
+  path: z.string().optional().describe('Default: the working directory.'),
+});
 
 export const listFiles: Tool = {
   name: 'list_files',

@@ -36,8 +36,7 @@ export function readDockerfile(text: string, file: string): ImagePlan {
   for (const { line, instruction, rest } of instructions(text)) {
     const where = `line ${line}`;
     if (instruction === 'FROM') {
-      if (from)
-        throw notSupported(file, where, 'several stages need an image build', BUILD_NEXT);
+      if (from) throw notSupported(file, where, 'several stages need an image build', BUILD_NEXT);
       if (rest === '') throw taskInvalid(file, where, 'expected FROM IMAGE');
       from = true;
       plan.notes.push(`${file}: ${where}: FROM ${rest} is replaced by this machine's own system`);

@@ -20,7 +20,9 @@ export function requireNetwork(
   const environment = config.environment ?? {};
   const sections = { environment, agent: config.agent ?? {}, verifier: config.verifier ?? {} };
   const named = new Set<string>();
-  for (const [section, { network_mode: mode, allowed_hosts: hosts = [] }] of Object.entries(sections)) {
+  for (const [section, { network_mode: mode, allowed_hosts: hosts = [] }] of Object.entries(
+    sections,
+  )) {
     if (allow.length > 0 && mode === 'no-network')
       throw new LonghaulError(
         'ConfigInvalid',

@@ -7,8 +7,8 @@ import type { Split } from '../contract.ts';
 import { type BundleEntry, hashBundle, readWhole, scanPart } from './bundle.ts';
 import { expandEnv, parseTaskToml, type TaskToml } from './config.ts';
 import { type CopyStep, type ImagePlan, readDockerfile, WORKSPACE } from './dockerfile.ts';
-import { requireNetwork } from './network.ts';
 import { notSupported, taskInvalid } from './invalid.ts';
+import { requireNetwork } from './network.ts';
 import type { Placed } from './pack.ts';
 import { splitOf } from './split.ts';
 
@@ -141,7 +141,11 @@ async function load(given: string, options: LoadOptions): Promise<HarborTask> {
     difficulty: config.metadata?.difficulty ?? null,
     instruction: instruction.trim(),
     hash: hashBundle(
-      { 'instruction.md': instruction, 'task.toml': toml, ...(image.image && { image: image.image }) },
+      {
+        'instruction.md': instruction,
+        'task.toml': toml,
+        ...(image.image && { image: image.image }),
+      },
       { environment, tests, ...(solution && { solution }) },
     ),
     workdir: image.workdir,
