@@ -155,7 +155,7 @@ async function empty(task: HarborTask, sandbox: Sandbox): Promise<void> {
   const works = task.workdir === '/' ? [WORKSPACE] : [WORKSPACE, task.workdir];
   const script =
     'while [ "$1" != : ]; do find "$1" -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; shift; done; shift; ' +
-    'set -e; for d in "$@"; do if [ -L "$d" ]; then d=$(readlink -m -- "$d"); fi; mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
+    'set -e; for d in "$@"; do r=$(readlink -m -- "$d" 2>/dev/null) && d=$r; mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', script, 'sh', ...works, ':', ...dirs],
