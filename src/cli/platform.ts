@@ -12,6 +12,7 @@ import {
 } from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
+import { collectLayers } from './layer-garbage.ts';
 import type { Output } from './output.ts';
 
 /** Threads that a model of a few million parameters can use. */
@@ -32,6 +33,7 @@ export class Platform {
   #store: Promise<Store> | null = null;
   #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
+  #collecting = false;
 
   /** `driver`: the sandbox driver to use or fail. */
   constructor(home: string, output: Output, driver?: SandboxDriverName) {
@@ -49,6 +51,7 @@ export class Platform {
         ...(process.env.DATABASE_URL ? { databaseUrl: process.env.DATABASE_URL } : {}),
       }),
     );
+    this.#collectLayers();
     return this.#store;
   }
 
@@ -71,12 +74,34 @@ export class Platform {
       this.output.say(saidAloud);
       return driver;
     })();
+    this.#collectLayers();
     return this.#sandboxes;
   }
 
   /** The images of this home. `CapabilityMissing` where no driver can hold them, with what the machine lacks. */
   async images(): Promise<ImageStore> {
     return imagesOf(await this.sandboxes(), this.sandboxShortfall);
+  }
+
+  /** Once store and sandboxes are both in use: in the background, and over before either closes. */
+  #collectLayers(): void {
+    if (this.#collecting || !this.#store || !this.#sandboxes) return;
+    this.#collecting = true;
+    Promise.all([this.#store, this.#sandboxes]).then(
+      ([store, driver]) => {
+        const work = collectLayers({
+          dir: join(this.home, 'sandbox'),
+          databaseUrl: process.env.DATABASE_URL,
+          names: store.log,
+          driver,
+        }).then(
+          (reason) => reason && this.output.say(reason),
+          (error) => this.output.say(`workspace layers were not collected: ${error.message}`),
+        );
+        this.#closers.push(async () => void (await work));
+      },
+      () => {}, // whoever asked for it is told
+    );
   }
 
   /** A command to print as a hint: as it works from where the user is, with the home they gave. */

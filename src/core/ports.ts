@@ -68,6 +68,12 @@ export interface RunLog {
   drain(lease: Lease, ids: readonly number[]): Promise<void>;
 }
 
+/** What logs say about workspace layers. */
+export interface LayerNames {
+  /** Every layer that an event of any run names, whatever became of the run: none of them may be removed. */
+  namedLayers(): Promise<ReadonlySet<string>>;
+}
+
 /** Bytes by hash. */
 export interface ArtifactStore {
   put(bytes: Uint8Array): Promise<ArtifactRef>;

@@ -1,6 +1,7 @@
 import {
   type Event,
   type InboxRow,
+  type LayerNames,
   type Lease,
   LonghaulError,
   type NewEvent,
@@ -74,7 +75,7 @@ const RUN_COLUMNS = [
  * `RunLog` on Postgres. Beside the port: whole finished runs in batches, followers, and look-ups for
  * people. Every payload passes the redactor before it is stored.
  */
-export class PostgresRunLog implements RunLog {
+export class PostgresRunLog implements RunLog, LayerNames {
   readonly #database: Database;
   readonly #redactor: Redactor;
   readonly #follower: Follower;
@@ -265,6 +266,16 @@ export class PostgresRunLog implements RunLog {
         .compile(),
     );
     return rows.map((row) => row.run_id);
+  }
+
+  async namedLayers(): Promise<ReadonlySet<string>> {
+    const rows = await this.#database.query<{ layer: string }>({
+      name: 'longhaul.named_layers',
+      text: `
+        select distinct data->>'layer' as layer from longhaul.events
+        where type = 'workspace.saved'`,
+    });
+    return new Set(rows.map(({ layer }) => layer));
   }
 
   /** The newest run (of a kind), or null in an empty store. */

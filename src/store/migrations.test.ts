@@ -49,14 +49,24 @@ test('several processes that migrate at once do it once', async () => {
 test('a migration that fails leaves the schema as it was', async () => {
   const database = await Database.connect(url);
   await migrate(database);
-  const next = { version: 2, name: 'next', sql: 'create table longhaul.extra (n integer);' };
-  const broken = { version: 3, name: 'broken', sql: 'create table longhaul.runs (n integer);' };
+  const newest = MIGRATIONS.at(-1)!.version;
+  const known = MIGRATIONS.map(({ version }) => version);
+  const next = {
+    version: newest + 1,
+    name: 'next',
+    sql: 'create table longhaul.extra (n integer);',
+  };
+  const broken = {
+    version: newest + 2,
+    name: 'broken',
+    sql: 'create table longhaul.runs (n integer);',
+  };
   await expect(migrate(database, [...MIGRATIONS, next, broken])).rejects.toMatchObject({
     message: expect.stringMatching(/already exists/),
   });
-  expect(await versions(database)).toEqual([1]);
+  expect(await versions(database)).toEqual(known);
   await migrate(database, [...MIGRATIONS, next]);
-  expect(await versions(database)).toEqual([1, 2]);
+  expect(await versions(database)).toEqual([...known, newest + 1]);
   await database.query({ text: 'select n from longhaul.extra' });
   await database.close();
 });

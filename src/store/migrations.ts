@@ -75,6 +75,14 @@ export const MIGRATIONS: readonly Migration[] = [
       );
     `,
   },
+  {
+    version: 2,
+    name: 'layers that logs name',
+    sql: `
+      create index events_of_layers on longhaul.events ((data->>'layer'))
+        where type = 'workspace.saved';
+    `,
+  },
 ];
 
 /** Serialises migrations of several processes: any constant that nothing else locks. */

@@ -71,10 +71,11 @@ def pack(root, fd):
                 member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(os.readlink(path))
             elif stat.S_ISFIFO(info.st_mode):
                 member.type = tarfile.FIFOTYPE
-            elif info.st_nlink > 1 and info.st_ino in linked:
-                member.type, member.linkname = tarfile.LNKTYPE, linked[info.st_ino]
+            elif info.st_nlink > 1 and (info.st_dev, info.st_ino) in linked:
+                # Layers on different file systems have numbers in common.
+                member.type, member.linkname = tarfile.LNKTYPE, linked[info.st_dev, info.st_ino]
             else:
-                linked[info.st_ino] = member.name
+                linked[info.st_dev, info.st_ino] = member.name
                 member.size = info.st_size
                 with open(path, "rb") as file:
                     archive.addfile(member, file)
@@ -167,6 +168,7 @@ def place(archive, member, whiteouts, folders):
             os.unlink(path)
     if member.issym():
         os.symlink(os.fsencode(member.linkname), path)
+        os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
         return
     if member.islnk():
         target = [part for part in os.fsencode(member.linkname).split(b"/") if part not in (b"", b".")]
@@ -180,6 +182,7 @@ def place(archive, member, whiteouts, folders):
         return
     if member.isfifo():
         os.mkfifo(path, mode)
+        os.utime(path, (member.mtime, member.mtime))
         return
     if not member.isfile():
         return  # devices

@@ -1,5 +1,5 @@
 import { PassThrough, pipeline, type Readable } from 'node:stream';
-import { createZstdCompress, createZstdDecompress } from 'node:zlib';
+import { constants, createZstdCompress, createZstdDecompress } from 'node:zlib';
 import { LonghaulError } from '../../core/index.ts';
 import type { LayerId, Sandbox, SandboxDriver, SandboxSpec } from '../contract.ts';
 import { AgentSandbox } from './sandbox.ts';
@@ -15,7 +15,8 @@ function withAgent(sandbox: Sandbox): Sandbox & AgentSandbox {
 export async function exportArchive(driver: SandboxDriver, layer: LayerId): Promise<Readable> {
   const sandbox = withAgent(await driver.create({}, layer));
   const out = new PassThrough();
-  pipeline(sandbox.pack(WORKSPACE), createZstdCompress(), out, () => void sandbox.stop());
+  const zstd = createZstdCompress({ params: { [constants.ZSTD_c_checksumFlag]: 1 } });
+  pipeline(sandbox.pack(WORKSPACE), zstd, out, () => void sandbox.stop());
   return out;
 }
 
@@ -28,14 +29,15 @@ export async function importArchive(
   const sandbox = withAgent(await driver.create(spec));
   try {
     const tar = createZstdDecompress();
-    // Its own error reaches the reader of `tar`.
-    pipeline(archive, tar, () => {});
+    pipeline(archive, tar, () => {}); // its failures are met where the tar is read
     try {
       await sandbox.unpack(tar, WORKSPACE);
     } catch (error) {
-      const { code, message } = error as NodeJS.ErrnoException;
-      if (!code?.startsWith('Z')) throw error;
-      throw new LonghaulError('FileRefused', `archive: no whole zstd stream: ${message}`);
+      if (error instanceof LonghaulError || !tar.errored) throw error;
+      throw new LonghaulError(
+        'FileRefused',
+        `archive: not readable zstd: ${(error as Error).message}`,
+      );
     }
     return await sandbox.snapshot({ durable: true });
   } finally {

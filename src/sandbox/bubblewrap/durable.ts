@@ -47,7 +47,10 @@ export async function freezeDurable(
   const unchanged =
     stack.length > 0 && (await supervisor.request('unchanged', { sid, upper })) === true;
   const layers: LayerStack = unchanged ? stack : [{ home: sid, name: upper, uid }, ...stack];
-  if (layers.every((ref): ref is DurableRef => 'durable' in ref)) return layers;
+  if (layers.every((ref): ref is DurableRef => 'durable' in ref)) {
+    await supervisor.request('renew', { layer: layers[0]!.durable });
+    return layers;
+  }
   const shows = await shown(freezing);
   if (shows === 'garbage' || !supervisor.ready.stackable)
     return settle(layers, layers.length, null);

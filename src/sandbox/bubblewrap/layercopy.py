@@ -254,8 +254,8 @@ class Content:
         return self.hash.hexdigest()
 
 
-def digest_of(root, parents, prefix, hashes=None):
-    """The sha256 of a stored layer and the ids of those below it. Every entry in the order of its bytes:
+def digest_of(root, parents, uid, prefix, hashes=None):
+    """The sha256 of a stored layer, its owner and the ids of those below it. Every entry in the order of its bytes:
     kind, mode, time of change in ns, name, attributes, then a link's target or a file's content; of a file
     with several names the later ones name the first. `hashes`: contents already known, by path."""
     total = hashlib.sha256(FORMAT)
@@ -311,7 +311,7 @@ def digest_of(root, parents, prefix, hashes=None):
 
     for parent in parents:
         text(parent.encode())
-    total.update(b"\n")
+    total.update(b"\n%d " % uid)
     entry(os.fsencode(root), b"", b"")
     return total.hexdigest()
 

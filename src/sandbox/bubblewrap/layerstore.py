@@ -150,7 +150,7 @@ class LayerStore:
         if meta.fields["version"] == 1:
             return False
         try:
-            digest = digest_of(self.path(layer, "fs"), meta.parents, self.prefix)
+            digest = digest_of(self.path(layer, "fs"), meta.parents, meta.fields["uid"], self.prefix)
         except FileNotFoundError:
             raise damaged(layer, "its files are missing")
         except OSError as error:
@@ -185,8 +185,7 @@ class LayerStore:
     def keep(self, partial, fields, hashes):
         """Gives a copied layer its name, or drops the copy where the same content is there already. It is
         on disk when this returns its id."""
-        parents = fields["parents"]
-        digest = digest_of(partial + "/fs", parents, self.prefix, hashes)
+        digest = digest_of(partial + "/fs", fields["parents"], fields["uid"], self.prefix, hashes)
         layer = "d-" + digest
         fields = {"version": 2, "id": layer, "digest": digest, "boot": self.boot, **fields}
         with open(partial + "/layer.json", "w", encoding="utf-8") as file:
@@ -273,6 +272,8 @@ class LayerStore:
                 remove_tree(aside)
             if not going or not more:
                 break
+        for layer in drop - self.all().keys():
+            self.remove_unreadable(layer)
         for layer in drop:
             # Still needed: gone for who asks, and collected when it can be.
             if os.path.isdir(self.path(layer)):
@@ -280,6 +281,18 @@ class LayerStore:
                     pass
                 flush(self.path(layer))
         return {"removed": removed, "bytesFreed": freed, "kept": len(self.all())}
+
+    def remove_unreadable(self, layer):
+        """A layer that nothing can be made of any more, and so nothing of what stands on it."""
+        fd = self.lock(layer, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if fd is None:
+            return
+        try:
+            aside = self.aside(layer)
+            os.rename(self.path(layer), aside)
+        finally:
+            unlock(fd)
+        remove_tree(aside)
 
     def collect_some(self, drop, unnamed):
         metas = self.all()

@@ -10,7 +10,6 @@ maps the caller to root of a new user namespace, and overlays use `userxattr`.
 """
 
 import errno
-import fcntl
 import glob
 import json
 import os
@@ -45,6 +44,7 @@ from mounts import (  # noqa: E402
     unmount,
     user_namespace,
 )
+from orphans import clean_orphans, kill_group, lock  # noqa: E402
 from roots import close_root, lowers, open_root  # noqa: E402
 
 # In the private namespace /tmp is covered by a tmpfs that holds everything: a path each uid can walk.
@@ -91,9 +91,9 @@ class Supervisor:
         self.input = b""
         self.owner_dir = config["ownerDir"]
         # One supervisor at a time here: nobody sees a folder between its making and its locking.
-        gate = self.lock(os.path.join(config["runDir"], "gate"))
-        self.locks = [self.lock(os.path.join(self.owner_dir, "lock"))]
-        cleaned = self.clean_orphans(config["runDir"])
+        gate = lock(os.path.join(config["runDir"], "gate"))
+        self.locks = [lock(os.path.join(self.owner_dir, "lock"))]
+        cleaned = clean_orphans(config["runDir"], config["layersDir"], self.owner_dir)
         os.close(gate)
         self.first_uid = self.claim_uids() if self.root else 0
         self.enter_namespaces()
@@ -119,46 +119,6 @@ class Supervisor:
 
     # Start
 
-    def lock(self, path, wait=True):
-        """An flock ends with its process, however that ends: no stale owner can be left."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
-
-    def clean_orphans(self, run_dir):
-        """Removes what owners left whose lock is free. A live owner holds its lock."""
-        cleaned = 0
-        for name in os.listdir(run_dir):
-            path = os.path.join(run_dir, name)
-            if path == self.owner_dir or not os.path.isdir(path):
-                continue
-            owner = read_owner(path)
-            if not os.path.exists(os.path.join(path, "lock")) and starting(path, owner):
-                continue
-            try:
-                fd = self.lock(os.path.join(path, "lock"), wait=False)
-            except OSError:
-                continue
-            gone = True
-            for cgroup in owner.get("cgroups", []):
-                # The record lies in a folder that others may write to: nothing but groups of ours.
-                if cgroup == "/sys/fs/cgroup" + os.path.normpath(cgroup[14:]) and cgroup.endswith("/longhaul-" + name):
-                    gone = remove_cgroup(cgroup) and gone
-            if gone:  # otherwise its record stays, for the next start
-                remove_tree(path)
-            os.close(fd)
-            cleaned += 1
-        live = set(os.listdir(run_dir))
-        for name in os.listdir(self.config["layersDir"]):
-            # partial-OWNER-...: a copy or a removal that its owner did not live to finish
-            if name.startswith("partial-") and name.split("-")[1] not in live:
-                remove_tree(os.path.join(self.config["layersDir"], name))
-        return cleaned
-
     def claim_uids(self):
         """A block of uids that no other live supervisor on this machine has."""
         directory = "/run/longhaul-sandbox"
@@ -166,7 +126,7 @@ class Supervisor:
         first = self.config["uidBase"]
         for block in range(self.config["uidBlocks"]):
             try:
-                self.locks.append(self.lock("%s/uids-%d" % (directory, first + block * UID_BLOCK), False))
+                self.locks.append(lock("%s/uids-%d" % (directory, first + block * UID_BLOCK), False))
             except BlockingIOError:
                 continue
             # The first uid of the whole range is the owner of durable layers and never a sandbox's.
@@ -583,6 +543,10 @@ class Supervisor:
 
         return self.later(request, job)
 
+    def op_renew(self, request):
+        """Saves a durable layer again that is in use: it counts as new, and as not dropped."""
+        return self.later(request, lambda: self.store.adopt(request["layer"], True))
+
     def op_unhold(self, request):
         self.store.release(request["layer"])
 
@@ -726,58 +690,7 @@ def failure(error):
     return {"error": repr(error), "errno": 0}
 
 
-def read_owner(path):
-    try:
-        with open(os.path.join(path, "owner.json")) as file:
-            owner = json.load(file)
-        return owner if isinstance(owner, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def starting(path, owner):
-    """Whether the owner of a folder without a lock may be about to start its supervisor."""
-    if time.time() - os.stat(path).st_mtime > 60:
-        return False
-    # Numbers of processes say something only to who sees the same ones.
-    if owner.get("pids") != os.readlink("/proc/self/ns/pid"):
-        return True
-    return os.path.exists("/proc/%d" % owner["pid"])
-
-
-def remove_cgroup(path):
-    """Kills what is left in a cgroup and removes it with its children. Whether it is gone."""
-    if not os.path.isdir(path):
-        return True
-    for name in os.listdir(path):
-        if os.path.isdir(os.path.join(path, name)):
-            remove_cgroup(os.path.join(path, name))
-    end = time.monotonic() + 2
-    while True:
-        kill_group(path)
-        try:
-            os.rmdir(path)
-            return True
-        except FileNotFoundError:
-            return True
-        except OSError:
-            # A process that was killed is in it for a moment more.
-            if time.monotonic() > end:
-                return False
-            time.sleep(0.01)
-
-
-def kill_group(path):
-    try:
-        with open(os.path.join(path, "cgroup.procs")) as file:
-            for pid in file.read().split():
-                os.kill(int(pid), signal.SIGKILL)
-    except OSError:
-        pass  # gone already
-
-
 def main():
-    # The owner's own death before this line shows as the end of input.
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     line = b""
     while not line.endswith(b"\n"):
@@ -785,8 +698,11 @@ def main():
         if not byte:
             return
         line += byte
+    config = json.loads(line)
+    if os.getppid() != config["pid"]:
+        return  # the owner died before it could take this process with it
     try:
-        supervisor = Supervisor(json.loads(line))
+        supervisor = Supervisor(config)
     except OSError as error:
         print(json.dumps({"event": "failed", "message": str(error), "errno": error.errno}), flush=True)
         sys.exit(1)

@@ -166,6 +166,7 @@ export class Supervisor {
     });
     child.stdin!.write(
       `${JSON.stringify({
+        pid: process.pid,
         runDir,
         layersDir,
         ownerDir,
