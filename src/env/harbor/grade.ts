@@ -69,7 +69,7 @@ export async function gradeHarborTask(
 async function endProcesses(sandbox: Sandbox): Promise<void> {
   // `kill -1` reaches all processes at once, so that none can outrun it by forking.
   const script =
-    'i=0; kill -s KILL -- -1; while kill -s 0 -- -1; do i=$((i+1)); [ $i -lt 500 ] || exit 1; sleep 0.01; done; exit 0';
+    'i=0; kill -KILL -1; while kill -0 -1; do i=$((i+1)); [ $i -lt 500 ] || exit 1; sleep 0.01; done; exit 0';
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', `exec 2>/dev/null; ${script}`],
     cwd: '/',
@@ -155,7 +155,7 @@ async function empty(task: HarborTask, sandbox: Sandbox): Promise<void> {
   const works = task.workdir === '/' ? [WORKSPACE] : [WORKSPACE, task.workdir];
   const script =
     'while [ "$1" != : ]; do find "$1" -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; shift; done; shift; ' +
-    'set -e; for d in "$@"; do r=$(readlink -m -- "$d" 2>/dev/null) && d=$r; mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
+    'set -e; for d in "$@"; do r=$(readlink -m -- "$d" 2>/dev/null) && d=$r; mkdir -p -- "$d"; find "$d" -mindepth 1 -maxdepth 1 -exec rm -rf {} +; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', script, 'sh', ...works, ':', ...dirs],
