@@ -106,7 +106,7 @@ describe.skipIf(!bubblewrap)('a task that needs an image (bubblewrap is needed)'
 
   it('interrupted while its image is built it leaves no run and no image', async () => {
     await stage.vendor(SOLVES);
-    const dockerfile = 'FROM host\nRUN echo begun; echo \u001b[31mred; sleep 100\n';
+    const dockerfile = 'FROM host\nRUN echo begun; sleep 100\n';
     const dir = taskDir({ 'environment/Dockerfile': dockerfile });
     const child = stage.start('run', dir, ...stage.model);
     const ending = finished(child);
@@ -117,7 +117,7 @@ describe.skipIf(!bubblewrap)('a task that needs an image (bubblewrap is needed)'
     const images = join(stage.home, 'sandbox', 'images');
     const left = existsSync(images) ? readdirSync(images) : [];
     expect(left.filter((name) => name.endsWith('.json'))).toEqual([]);
-    expect((await stage.run('runs')).json).toMatchObject({});
+    expect((await stage.run('runs')).json).toEqual({ runs: [], jobs: [] });
   });
 
   it('says what apt lacks before a run exists', async () => {

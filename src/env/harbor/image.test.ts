@@ -178,6 +178,24 @@ describe.skipIf(!probe.ok)(`tasks with an image${lacking}`, () => {
     });
   });
 
+  it('cannot have something loaded into the host’s programs either', async () => {
+    const dir = taskDir({
+      'environment/Dockerfile': 'FROM host\nRUN true\n',
+      'tests/test.sh': 'echo 0 > /logs/verifier/reward.txt\nexec python3 -I -c ""\n',
+    });
+    await inSandbox(dir, async (session, sandbox) => {
+      const site =
+        "import os\nif os.path.isdir('/logs/verifier'): open('/logs/verifier/reward.txt', 'w').write('1')\n";
+      for (const minor of [9, 10, 11, 12, 13, 14])
+        await sandbox.writeFile(`/etc/python3.${minor}/sitecustomize.py`, site);
+      await sandbox.writeFile('/etc/ld.so.preload', '/srv/evil.so\n');
+      expect((await sh(sandbox, 'ls /srv')).said).toMatch(/evil\.so/);
+      const { reward, output } = await session.grade(ended(), sandbox);
+      expect(reward).toMatchObject({ value: 0 });
+      expect(output).toBe('');
+    });
+  });
+
   it('say why apt cannot work, and leave no image', async () => {
     const dir = taskDir({
       'environment/Dockerfile':
