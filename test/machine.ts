@@ -45,6 +45,12 @@ export const NEEDS: readonly Need[] = [
     install: () => ['apt-get', 'install', '-y', '--no-install-recommends', name],
   })),
   {
+    name: 'a kernel for virtual machines',
+    without: 'virtual machines',
+    present: () => existsSync(join(repository, '.cache', 'microvm', 'vmlinuz')),
+    install: () => [process.execPath, join(repository, 'test', 'setup-microvm.ts')],
+  },
+  {
     name: 'a small local model (node-llama-cpp + SmolLM2)',
     without: 'the tests of the llama-cpp driver with a real model',
     present: () =>

@@ -7,6 +7,7 @@ import type { SandboxDriver, SandboxDriverName } from '../sandbox/contract.ts';
 import {
   BubblewrapDriver,
   ImageStore,
+  machineOf,
   type OpenedSandboxes,
   openSandboxes,
 } from '../sandbox/index.ts';
@@ -56,9 +57,11 @@ export class Platform {
   }
 
   /** A driver of its own for the caller to close. `warm`: sandboxes kept ready. */
-  openSandboxes(warm?: number): Promise<OpenedSandboxes> {
+  async openSandboxes(warm?: number): Promise<OpenedSandboxes> {
+    const machine = machineOf(process.env);
     return openSandboxes({
       dir: join(this.home, 'sandbox'),
+      ...(machine && { machine }),
       ...(warm !== undefined && { warm }),
       ...(this.#driver !== undefined && { prefer: this.#driver }),
     });

@@ -36,7 +36,15 @@ export const DEFAULT_SPEC: SandboxSpec = {
 };
 
 /** Drivers by name, the default first. */
-export const SANDBOX_DRIVERS = ['bubblewrap', 'crun', 'runc', 'runsc', 'kata', 'wasm'] as const;
+export const SANDBOX_DRIVERS = [
+  'bubblewrap',
+  'crun',
+  'runc',
+  'runsc',
+  'kata',
+  'microvm',
+  'wasm',
+] as const;
 export type SandboxDriverName = (typeof SANDBOX_DRIVERS)[number];
 
 /** What may be reached, through an HTTP proxy that the guest finds in HTTP_PROXY and HTTPS_PROXY. */
@@ -111,6 +119,16 @@ export interface SnapshotOptions {
   durable?: boolean;
 }
 
+export interface ForkOptions {
+  /** Ends all processes first, so that what is forked is the workspace as it is now. */
+  stopProcesses?: boolean;
+  /**
+   * Room beyond the limit, for somebody who works on a workspace that may be full, such as a grader.
+   * `CapabilityMissing` where the limit is built into what is forked.
+   */
+  moreDiskBytes?: number;
+}
+
 export interface SandboxUsage {
   cpuSeconds: number;
   peakMemoryBytes: number | null;
@@ -131,8 +149,11 @@ export interface Sandbox extends ToolSandbox {
   snapshot(options?: SnapshotOptions): Promise<LayerId>;
   /** Puts the workspace back to a layer; what came after it is discarded, processes are ended. */
   rollback(layer: LayerId): Promise<void>;
-  /** New sandboxes from the workspace's last quiescent state. Processes do not survive a fork. */
-  fork(count: number): Promise<Sandbox[]>;
+  /**
+   * New sandboxes from the workspace's last quiescent state: with a call in flight or processes alive,
+   * that is the last layer. Processes do not survive a fork, but for `layers: 'machine'`.
+   */
+  fork(count: number, options?: ForkOptions): Promise<Sandbox[]>;
   /**
    * Stops every process where it is, to go on with `resume`. Calls meanwhile are refused with
    * `SandboxBusy`. `CapabilityMissing` where nothing can freeze a whole process tree.

@@ -3,6 +3,7 @@ export * from './contract.ts';
 export { examineLimits, type LimitFinding } from './examine.ts';
 export * from './images/index.ts';
 export { durableLayers, examineMachine, type MachineFinding } from './machine.ts';
+export { MicroVmDriver, type MicroVmOptions } from './microvm/driver.ts';
 export { OciDriver, type OciOptions } from './oci/index.ts';
 export {
   type OpenedSandboxes,
@@ -11,5 +12,11 @@ export {
   type Probe,
   probeBubblewrap,
 } from './open.ts';
-export { DRIVER_PROBES, type DriverReport, type ProbedDriver, probeDriver } from './probes.ts';
+export {
+  DRIVER_PROBES,
+  type DriverReport,
+  machineOf,
+  type ProbedDriver,
+  probeDriver,
+} from './probes.ts';
 export { WasmDriver, type WasmOptions } from './wasm/driver.ts';

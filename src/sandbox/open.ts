@@ -2,12 +2,15 @@ import { join } from 'node:path';
 import { LonghaulError } from '../core/index.ts';
 import { BubblewrapDriver, type BubblewrapOptions } from './bubblewrap/driver.ts';
 import type { SandboxDriver, SandboxDriverName } from './contract.ts';
+import { MicroVmDriver, type MicroVmOptions } from './microvm/driver.ts';
 import { OciDriver } from './oci/index.ts';
 import { WasmDriver } from './wasm/driver.ts';
 
 export interface OpenSandboxesOptions extends BubblewrapOptions {
   /** The driver to use or fail; without it bubblewrap where it runs, else wasm. */
   prefer?: SandboxDriverName;
+  /** For `microvm`: the guest's kernel, and how its processor is had. */
+  machine?: Pick<MicroVmOptions, 'kernel' | 'accel' | 'machine'>;
 }
 
 export interface OpenedSandboxes {
@@ -66,9 +69,21 @@ export async function probeBubblewrap(options: BubblewrapOptions): Promise<Probe
   }
 }
 
+/** QEMU machines with the kernel that `machine` names; `SandboxUnavailable` without one. */
+export async function openMicroVm(
+  dir: string,
+  machine: OpenSandboxesOptions['machine'],
+): Promise<MicroVmDriver> {
+  if (machine === undefined)
+    throw new LonghaulError('SandboxUnavailable', 'microvm: no kernel was named', {
+      next: 'Set LONGHAUL_MICROVM_KERNEL to a kernel; docs/sandbox.md tells which.',
+    });
+  return MicroVmDriver.open({ dir: join(dir, 'microvm'), ...machine });
+}
+
 /** The machine's sandboxes. `SandboxUnavailable` when the preferred driver, or none, works here. */
 export async function openSandboxes(options: OpenSandboxesOptions): Promise<OpenedSandboxes> {
-  const { prefer, ...rest } = options;
+  const { prefer, machine, ...rest } = options;
   const weaker = (driver: WasmDriver) =>
     `wasm (${driver.capabilities.languages.join(' and ')} in a WebAssembly process each): weaker boundary, no commands`;
   if (prefer === 'wasm') {
@@ -79,6 +94,10 @@ export async function openSandboxes(options: OpenSandboxesOptions): Promise<Open
       reason: 'wasm was asked for',
       next: "Leave `prefer` out, or set it to 'bubblewrap'.",
     };
+  }
+  if (prefer === 'microvm') {
+    const driver = await openMicroVm(rest.dir, machine);
+    return { driver, saidAloud: 'sandbox: microvm; as asked', reason: null, next: null };
   }
   if (prefer !== undefined && prefer !== 'bubblewrap') {
     const runtime = prefer;

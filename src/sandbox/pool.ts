@@ -27,6 +27,7 @@ interface Waiter<T> {
 
 /** Specs kept warm at once: tasks may each bring their own. */
 const MAX_WARM_KEYS = 4;
+const REFILL_AFTER_MS = 25;
 
 /**
  * Warm pool with back-pressure. A request takes a ready member after a health probe, makes one where
@@ -57,6 +58,11 @@ export class Pool<T extends Poolable> {
 
   /** Keeps a key warm from now on, without waiting for it; the key not asked for longest goes cold. */
   prepare(key: string): void {
+    this.#touch(key);
+    this.#refill(key);
+  }
+
+  #touch(key: string): void {
     const list = this.#ready.get(key) ?? [];
     this.#ready.delete(key);
     this.#ready.set(key, list);
@@ -66,16 +72,20 @@ export class Pool<T extends Poolable> {
       this.#ready.delete(oldest!);
       for (const member of members) void this.#discard(member);
     }
-    this.#refill(key);
+  }
+
+  /** Not at once: making one would slow down the first use of the one just handed out. */
+  #refillLater(key: string): void {
+    setTimeout(() => this.#refill(key), REFILL_AFTER_MS).unref();
   }
 
   async acquire(key: string): Promise<T> {
-    this.prepare(key);
+    this.#touch(key);
     for (;;) {
       const member = this.#ready.get(key)?.shift();
       if (!member) break;
       if (await member.ping()) {
-        this.#refill(key);
+        this.#refillLater(key);
         return member;
       }
       await this.#discard(member);
@@ -86,7 +96,7 @@ export class Pool<T extends Poolable> {
       if (waited) return waited;
       try {
         const member = await this.#options.make(key);
-        this.#refill(key);
+        this.#refillLater(key);
         return member;
       } catch (error) {
         this.release();

@@ -22,6 +22,7 @@ test('a driver that cannot be opened is an answer with its reason and next step'
   const report = await probeDriver(
     {
       name: 'absent',
+      automatic: false,
       open: async () => {
         throw new LonghaulError('SandboxUnavailable', 'absent: not installed\nmore', {
           next: 'Install it.',
@@ -52,6 +53,7 @@ test.skipIf(without !== '')(
     const dir = join(home, 'closed');
     const entry = {
       name: 'bubblewrap',
+      automatic: true,
       open: async () => {
         const driver = await BubblewrapDriver.open({ dir, warm: 0 });
         pid = driver.supervisorPid;

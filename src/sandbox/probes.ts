@@ -1,8 +1,9 @@
 import { join } from 'node:path';
-import { attribute } from '../core/index.ts';
+import { attribute, LonghaulError } from '../core/index.ts';
 import { BubblewrapDriver } from './bubblewrap/driver.ts';
 import type { SandboxCapabilities, SandboxDriver } from './contract.ts';
 import { OCI_RUNTIMES, OciDriver } from './oci/index.ts';
+import { type OpenSandboxesOptions, openMicroVm } from './open.ts';
 import { WasmDriver } from './wasm/driver.ts';
 
 /** A driver that a probe has opened, with what only this driver can tell. */
@@ -16,6 +17,8 @@ export interface ProbedDriver {
 
 export interface DriverProbe {
   name: string;
+  /** Whether it is chosen without being asked for, where those before it do not run. */
+  automatic: boolean;
   /** Starts it in a folder; throws with the reason and the next step where it does not run here. */
   open(dir: string): Promise<ProbedDriver>;
 }
@@ -31,10 +34,24 @@ export type DriverReport =
     }
   | { name: string; ok: false; reason: string; next: string };
 
-/** Every driver, the default first; those after it in the order in which they would be chosen. */
+/** What the environment says of virtual machines; nothing where it names no kernel. */
+export function machineOf(environment: NodeJS.ProcessEnv): OpenSandboxesOptions['machine'] {
+  const kernel = environment.LONGHAUL_MICROVM_KERNEL;
+  if (!kernel) return undefined;
+  const accel = environment.LONGHAUL_MICROVM_ACCEL;
+  if (accel !== undefined && accel !== 'kvm' && accel !== 'tcg')
+    throw new LonghaulError(
+      'ConfigInvalid',
+      `LONGHAUL_MICROVM_ACCEL is ${JSON.stringify(accel)}, neither kvm nor tcg`,
+    );
+  return { kernel, ...(accel && { accel }) };
+}
+
+/** Every driver, the default first; those after it in the order of their strength. */
 export const DRIVER_PROBES: readonly DriverProbe[] = [
   {
     name: 'bubblewrap',
+    automatic: true,
     open: async (dir) => {
       const driver = await BubblewrapDriver.open({ dir, warm: 0 });
       return {
@@ -46,12 +63,19 @@ export const DRIVER_PROBES: readonly DriverProbe[] = [
   },
   ...OCI_RUNTIMES.map((runtime) => ({
     name: runtime,
+    automatic: false,
     open: async (dir: string) => ({
       driver: await OciDriver.open({ dir: join(dir, 'oci', runtime), runtime, warm: 0 }),
     }),
   })),
   {
+    name: 'microvm',
+    automatic: false,
+    open: async (dir) => ({ driver: await openMicroVm(dir, machineOf(process.env)) }),
+  },
+  {
     name: 'wasm',
+    automatic: true,
     open: async (dir) => ({ driver: await WasmDriver.open({ dir, processes: 1 }) }),
   },
 ];

@@ -44,7 +44,7 @@ export async function sandboxDoctor(platform: Platform): Promise<number> {
     report.drivers.push(
       await probeDriver(entry, dir, async (opened) => {
         report.orphansCleaned += opened.orphansCleaned ?? 0;
-        if (report.default !== null) return;
+        if (report.default !== null || !entry.automatic) return;
         report.default = entry.name;
         report.limits = await examineLimits(opened);
         report.machine = examineMachine(opened.driver.capabilities);

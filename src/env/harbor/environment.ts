@@ -104,7 +104,7 @@ function session(ref: TaskRef, task: HarborTask): HarborSession {
 }
 
 /** What grading starts inside. Looked for before the agent comes, so that one that is gone later is its doing. */
-const PROGRAMS = ['sh', 'bash', 'chmod', 'find', 'mkdir', 'sleep', 'tar'];
+const PROGRAMS = ['sh', 'bash', 'chmod', 'find', 'mkdir', 'tar'];
 
 /** `CapabilityMissing` where the image of the task cannot be graded in. */
 async function requirePrograms(task: HarborTask, sandbox: Sandbox): Promise<void> {

@@ -20,6 +20,8 @@ const HOME = '/tmp/verifier-home';
 const REWARD_BYTES = 64 * 1024;
 /** Bytes of the verifier's output that are kept; its tail says what failed. */
 const OUTPUT_BYTES = 16 * 1024;
+/** What tests, logs and the verifier's own files may take beside a workspace. */
+const GRADER_DISK_BYTES = 64 * 1024 * 1024;
 
 export interface Grade {
   reward: Reward;
@@ -32,9 +34,9 @@ export interface Grade {
  * The verifier works in a fork: processes of the agent are gone, /tests and /logs are new, and what
  * the verifier does to the workspace is discarded. Where the root is an image, that fork holds all that the
  * agent changed in it, programs included: the format wants the container that the agent worked in. Never
- * throws. What the guest caused (the verifier
- * killed by a signal or by the memory limit, its log directory taken away) is `agent_error` with the lowest score; a missing or
- * malformed reward, a verifier out of time and a failing sandbox are ungraded, never a zero.
+ * throws. What the guest caused (the verifier killed by a signal or by the memory limit, its log directory
+ * or an image's programs taken away) is `agent_error` with the lowest score; a missing or malformed reward,
+ * a verifier out of time and a failing sandbox are ungraded, never a zero.
  */
 export async function gradeHarborTask(
   task: HarborTask,
@@ -43,15 +45,21 @@ export async function gradeHarborTask(
 ): Promise<Grade> {
   let copy: Sandbox | undefined;
   try {
-    await endProcesses(sandbox);
-    [copy] = await sandbox.fork(1);
+    const { diskBytes } = await sandbox.usage();
+    // The agent may have filled its disk; tests, logs and rewards need some of their own.
+    const tight = sandbox.spec.diskBytes - diskBytes < GRADER_DISK_BYTES;
+    [copy] = await sandbox.fork(1, {
+      // Otherwise the last saved workspace would be graded, the wrong one, without a word.
+      stopProcesses: true,
+      ...(tight && { moreDiskBytes: GRADER_DISK_BYTES }),
+    });
     if (copy === undefined)
       throw new LonghaulError('SandboxUnavailable', 'the fork gave no sandbox');
     return await verify(task, state, copy);
   } catch (thrown) {
     const error = attribute(thrown, 'Internal', 'grading');
     // They were there before the agent came, see `requirePrograms`.
-    if (task.ownRoot && (error.code === 'CapabilityMissing' || error.code === 'SandboxBusy'))
+    if (copy !== undefined && task.ownRoot && error.code === 'CapabilityMissing')
       return sabotaged(task, `what grading needs is gone: ${error.message}`);
     const infrastructure = error.code === 'SandboxBroken' || error.code === 'SandboxUnavailable';
     return { reward: ungraded(infrastructure ? 'env_error' : 'grader_error', error.message) };
@@ -59,27 +67,6 @@ export async function gradeHarborTask(
     // The grade stands whatever happens to the sandbox afterwards.
     await copy?.stop().catch(() => undefined);
   }
-}
-
-/**
- * Ends what the agent left running. A fork starts from the last quiescent state: with a process alive,
- * that would be the workspace as it was before, and the wrong one would be graded without a word. Not by
- * a snapshot, since its layer would outlive the sandbox and only the driver can drop it.
- */
-async function endProcesses(sandbox: Sandbox): Promise<void> {
-  // `kill -1` reaches all processes at once, so that none can outrun it by forking.
-  const script =
-    'i=0; kill -KILL -1; while kill -0 -1; do i=$((i+1)); [ $i -lt 500 ] || exit 1; sleep 0.01; done; exit 0';
-  const result = await sandbox.exec({
-    argv: ['/bin/sh', '-c', `exec 2>/dev/null; ${script}`],
-    cwd: '/',
-    env: CLEAN_ENV,
-  });
-  if (result.cause === 'exited' && result.code === 0) return;
-  throw new LonghaulError(
-    'SandboxBusy',
-    `processes of the agent could not be ended before grading (${ending(result)})`,
-  );
 }
 
 async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Promise<Grade> {

@@ -4,6 +4,7 @@ import { AgentChannel } from '../agent/channel.ts';
 import type { Evidence } from '../agent/requests.ts';
 import { AgentSandbox, type Lost } from '../agent/sandbox.ts';
 import type {
+  ForkOptions,
   LayerId,
   NetworkAttempt,
   Sandbox,
@@ -426,18 +427,19 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   }
 
   /** With a call in flight or processes alive, from the last layer; otherwise from the files as they are. */
-  async fork(count: number): Promise<Sandbox[]> {
+  async fork(count: number, options: ForkOptions = {}): Promise<Sandbox[]> {
     let stack = this.#stack;
-    if (this.idle) {
+    if (this.idle || options.stopProcesses) {
       stack = await this.enqueue(async () => {
-        if (!(await this.busy(false))) await this.#freeze();
+        if (!(await this.busy(options.stopProcesses ?? false))) await this.#freeze();
         return this.#stack;
       });
     }
     if (this.broken) throw this.broken;
+    const spec = { ...this.spec, diskBytes: this.spec.diskBytes + (options.moreDiskBytes ?? 0) };
     this.#host.registry.hold(stack);
     const made = await Promise.allSettled(
-      Array.from({ length: count }, () => this.#host.spawn(this.spec, stack)),
+      Array.from({ length: count }, () => this.#host.spawn(spec, stack)),
     );
     this.#host.registry.release(stack);
     const failed = made.find((each) => each.status === 'rejected');

@@ -5,6 +5,7 @@ import type { Evidence } from '../agent/requests.ts';
 import { AgentSandbox, type Lost } from '../agent/sandbox.ts';
 import type { Cgroup } from '../bubblewrap/cgroup.ts';
 import type {
+  ForkOptions,
   LayerId,
   NetworkAttempt,
   Sandbox,
@@ -288,18 +289,20 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
   }
 
   /** With a call in flight or processes alive, from the last layer; otherwise from the files as they are. */
-  async fork(count: number): Promise<Sandbox[]> {
+  async fork(count: number, options: ForkOptions = {}): Promise<Sandbox[]> {
+    const spec = { ...this.spec, diskBytes: this.spec.diskBytes + (options.moreDiskBytes ?? 0) };
     const { layers } = this.#host;
     let own: LayerId | null = null;
-    if (this.idle) {
-      own = await this.enqueue(async () => ((await this.busy(false)) ? null : this.#save(false)));
+    if (this.idle || options.stopProcesses) {
+      const stop = options.stopProcesses ?? false;
+      own = await this.enqueue(async () => ((await this.busy(stop)) ? null : this.#save(false)));
     }
     if (this.broken) throw this.broken;
     const from = this.#base;
     this.#base = null; // held by this call until the forks have it
     try {
       const made = await Promise.allSettled(
-        Array.from({ length: count }, () => this.#host.spawn(this.spec, from)),
+        Array.from({ length: count }, () => this.#host.spawn(spec, from)),
       );
       const failed = made.find((each) => each.status === 'rejected');
       const children = made.flatMap((each) => (each.status === 'fulfilled' ? [each.value] : []));

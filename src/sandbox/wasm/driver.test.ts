@@ -186,7 +186,7 @@ describe('a driver', () => {
     expect(listed.stdout).toBe("['OTHER', 'TOKEN']\n");
     expect(text(await sandbox.readFile('/run/secrets/TOKEN'))).toBe('s3cret');
     await expect(sandbox.putSecrets({ '../x': '' })).rejects.toMatchObject({
-      code: 'InputInvalid',
+      code: 'ConfigInvalid',
     });
     const layer = await sandbox.snapshot({ durable: true });
     const archive = await buffer(await driver.exportLayer(layer));

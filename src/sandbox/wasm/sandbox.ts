@@ -11,6 +11,7 @@ import {
   type SandboxProcess,
 } from '../../core/index.ts';
 import type {
+  ForkOptions,
   LayerId,
   NetworkAttempt,
   Sandbox,
@@ -330,11 +331,12 @@ export class WasmSandbox implements Sandbox {
   }
 
   /** From the files as the last snippet that ended left them. */
-  async fork(count: number): Promise<Sandbox[]> {
+  async fork(count: number, options: ForkOptions = {}): Promise<Sandbox[]> {
     this.#check();
+    const spec = { ...this.spec, diskBytes: this.spec.diskBytes + (options.moreDiskBytes ?? 0) };
     return Array.from(
       { length: count },
-      () => new WasmSandbox(this.spec, this.#files.copy(), this.#home),
+      () => new WasmSandbox(spec, this.#files.copy(spec), this.#home),
     );
   }
 
