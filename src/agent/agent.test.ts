@@ -1,7 +1,16 @@
 import { describe, expect, it } from 'vitest';
 import { z } from 'zod';
-import { type ExecResult, fold, type NewEvent, type RunState, type Tool } from '../core/index.ts';
+import {
+  type ExecResult,
+  fold,
+  LonghaulError,
+  type NewEvent,
+  type RunState,
+  type Tool,
+} from '../core/index.ts';
+import type { SandboxCapabilities, SandboxSpec } from '../sandbox/contract.ts';
 import { checkCall } from './call.ts';
+import { coder } from './coder.ts';
 import { decide } from './decide.ts';
 import { cut, describeExec } from './observation.ts';
 
@@ -176,5 +185,42 @@ describe('observations', () => {
     const short = cut(text, 1000);
     expect(short.length).toBeLessThan(1100);
     expect(short).toMatch(/^HEAD[\s\S]*99008 characters left out[\s\S]*TAIL$/);
+  });
+});
+
+describe('coder', () => {
+  const capabilities = { exec: true, languages: ['python'] } as unknown as SandboxCapabilities;
+  const effects = (spec?: Partial<SandboxSpec>) =>
+    Object.fromEntries(coder(capabilities, spec).tools.map(({ name, effect }) => [name, effect]));
+
+  it('counts running programs as `once` where they have a network, and only there', () => {
+    const offline = { shell: 'workspace', execute_code: 'workspace', write_file: 'workspace' };
+    expect(effects()).toMatchObject(offline);
+    expect(effects({ network: 'none' })).toMatchObject(offline);
+    expect(effects({ network: { allow: [{ host: 'example.org' }] } })).toMatchObject({
+      shell: 'once',
+      execute_code: 'once',
+      write_file: 'workspace',
+      edit_file: 'workspace',
+      read_file: 'none',
+    });
+  });
+
+  it('is told where it works and what it can reach', () => {
+    expect(coder(capabilities).system).toMatch(/workspace at \/workspace.*There is no network/s);
+    const other = coder(capabilities, {
+      image: 'rootfs:sha256:1',
+      network: { allow: [{ host: 'a.org' }] },
+    });
+    expect(other.system).not.toMatch(/\/workspace|no network/);
+  });
+
+  it('hears that an image has no interpreter, instead of the run failing', async () => {
+    const tool = coder(capabilities).tools.find(({ name }) => name === 'execute_code')!;
+    const sandbox = {
+      runCode: () => Promise.reject(new LonghaulError('CapabilityMissing', 'no python3')),
+    };
+    const result = await tool.run({ language: 'python', code: '1' }, { sandbox } as never);
+    expect(result).toEqual({ output: 'no python3', isError: true });
   });
 });

@@ -14,25 +14,32 @@ import { runHosted } from '../run/index.ts';
 import type { SandboxCapabilities } from '../sandbox/contract.ts';
 import { programmer } from '../train/index.ts';
 import { systemClock } from './clock.ts';
+import { taskImages } from './images.ts';
+import { onInterrupt } from './interrupt.ts';
 import { openModel } from './models.ts';
 import { narrator, rewardText } from './narrate.ts';
 import { printable, style } from './output.ts';
 import type { Platform } from './platform.ts';
 
 /** The environments a task reference may name. */
-function environment(name: string, languages: SandboxCapabilities['languages']): Environment {
-  if (name === 'harbor') return harborEnvironment();
+function environment(
+  platform: Platform,
+  name: string,
+  languages: SandboxCapabilities['languages'],
+): Environment {
+  if (name === 'harbor') return harborEnvironment(taskImages(platform));
   if (name === 'programs') return programs(languages[0] ?? 'python');
   throw new LonghaulError('TaskInvalid', `this version knows no environment "${name}"`);
 }
 
 /** Opens the task that a run's spec names; refuses one whose files changed since the run began. */
 async function openTask(
+  platform: Platform,
   spec: RunSpec,
   languages: SandboxCapabilities['languages'],
 ): Promise<TaskSession> {
   const ref = JSON.parse(spec.task.ref) as TaskRef;
-  const session = await environment(ref.environment, languages).open(ref);
+  const session = await environment(platform, ref.environment, languages).open(ref);
   if (spec.task.hash !== undefined && session.hash !== spec.task.hash) {
     throw new LonghaulError(
       'TaskInvalid',
@@ -45,8 +52,12 @@ async function openTask(
   return session;
 }
 
-function agentOf(spec: RunSpec, capabilities: SandboxCapabilities): AgentDefinition {
-  if (spec.agent === 'coder') return coder(capabilities);
+function agentOf(
+  spec: RunSpec,
+  capabilities: SandboxCapabilities,
+  sandbox: TaskSession['sandbox'],
+): AgentDefinition {
+  if (spec.agent === 'coder') return coder(capabilities, sandbox);
   // Sampled as it was trained: greedy decoding would answer a failed try with the same program again.
   if (spec.agent === 'programmer') return programmer(80, { temperature: 1, seed: spec.seed });
   throw new LonghaulError('ConfigInvalid', `this version knows no agent "${spec.agent}"`);
@@ -64,8 +75,8 @@ export async function openParts(platform: Platform, spec: RunSpec) {
       shortfall ? { next: shortfall.next } : {},
     );
   }
-  const session = await openTask(spec, driver.capabilities.languages);
-  return { driver, session, model, agent: agentOf(spec, driver.capabilities) };
+  const session = await openTask(platform, spec, driver.capabilities.languages);
+  return { driver, session, model, agent: agentOf(spec, driver.capabilities, session.sandbox) };
 }
 
 /** Drives a run to its end or pause while a person watches, and says what to do next. */
@@ -132,24 +143,4 @@ function conclude(platform: Platform, state: RunState): number {
   return state.error !== null && (state.error.class === 'retryable' || state.reward?.value === null)
     ? 3
     : 1;
-}
-
-/** First Ctrl-C asks politely, the second ends the process as if nobody had listened. */
-export function onInterrupt(say: () => void): { signal: AbortSignal; dispose: () => void } {
-  const controller = new AbortController();
-  const handler = () => {
-    say();
-    controller.abort('interrupt');
-    process.off('SIGINT', handler);
-    process.off('SIGTERM', handler);
-  };
-  process.on('SIGINT', handler);
-  process.on('SIGTERM', handler);
-  return {
-    signal: controller.signal,
-    dispose: () => {
-      process.off('SIGINT', handler);
-      process.off('SIGTERM', handler);
-    },
-  };
 }

@@ -130,6 +130,11 @@ function build(): Command {
     .option('--model-calls <n>', 'pause after this many', positive, 60)
     .option('--tool-calls <n>', 'pause after this many', positive)
     .option('--minutes <n>', 'pause after this much working time', number)
+    .option(
+      '--allow <host[:port]>',
+      'let the task and its image build reach this; may be repeated',
+      sandboxOptions.several(sandboxOptions.networkRule),
+    )
     .action(
       command(async (platform, [dir = ''], options) =>
         (await import('./commands/run.ts')).run(platform, dir, options),
@@ -239,7 +244,7 @@ function build(): Command {
     .argument('[argv...]', 'after `--`: the command and its arguments')
     .option(
       '--image <image>',
-      'root file system: host, dir:PATH or image:DIGEST',
+      'root file system: host, a directory (with a Dockerfile it is built), an image archive, or the name of an image',
       sandboxOptions.image,
     )
     .option('--memory <size>', 'for example 512m', sandboxOptions.size)

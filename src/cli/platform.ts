@@ -4,7 +4,13 @@ import { LonghaulError, Redactor } from '../core/index.ts';
 import type { Engine } from '../engine/contract.ts';
 import { createEmbeddedEngine } from '../engine/embedded/index.ts';
 import type { SandboxDriver, SandboxDriverName } from '../sandbox/contract.ts';
-import { machineOf, type OpenedSandboxes, openSandboxes } from '../sandbox/index.ts';
+import {
+  BubblewrapDriver,
+  ImageStore,
+  machineOf,
+  type OpenedSandboxes,
+  openSandboxes,
+} from '../sandbox/index.ts';
 import { openStore, type Store } from '../store/index.ts';
 import { openHome, secretsOf } from './home.ts';
 import { collectLayers } from './layer-garbage.ts';
@@ -24,6 +30,7 @@ export class Platform {
   readonly #homeGiven: string;
   readonly #driver: SandboxDriverName | undefined;
   readonly #closers: (() => Promise<void>)[] = [];
+  readonly #remembered = new Map<string, Promise<unknown>>();
   #store: Promise<Store> | null = null;
   #engine: Engine | null = null;
   #sandboxes: Promise<SandboxDriver> | null = null;
@@ -72,6 +79,11 @@ export class Platform {
     })();
     this.#collectLayers();
     return this.#sandboxes;
+  }
+
+  /** The images of this home. `CapabilityMissing` where no driver can hold them, with what the machine lacks. */
+  async images(): Promise<ImageStore> {
+    return imagesOf(await this.sandboxes(), this.sandboxShortfall);
   }
 
   /** Once store and sandboxes are both in use: in the background, and over before either closes. */
@@ -137,6 +149,17 @@ export class Platform {
     return this.#engine;
   }
 
+  /** What a command needs several times and makes once; a failure is not kept. */
+  remember<T>(key: string, make: () => Promise<T>): Promise<T> {
+    let made = this.#remembered.get(key) as Promise<T> | undefined;
+    if (made === undefined) {
+      made = make();
+      this.#remembered.set(key, made);
+      made.catch(() => this.#remembered.delete(key));
+    }
+    return made;
+  }
+
   /** Closed with the platform, last opened first. */
   closeLater(close: () => Promise<void>): void {
     this.#closers.push(close);
@@ -151,6 +174,20 @@ export class Platform {
     this.#closers.push(() => opened.close());
     return opened;
   }
+}
+
+/** The image store beside a driver's layers. `CapabilityMissing` for drivers that hold no images. */
+export function imagesOf(
+  driver: SandboxDriver,
+  shortfall: { reason: string | null; next: string | null } | null,
+): ImageStore {
+  if (driver instanceof BubblewrapDriver) return new ImageStore({ driver });
+  const why = shortfall?.reason ?? `${driver.name} was asked for`;
+  throw new LonghaulError(
+    'CapabilityMissing',
+    `images are built and run in bubblewrap sandboxes, and this is ${driver.name}: ${why}`,
+    { next: shortfall?.next || 'Leave --sandbox out.' },
+  );
 }
 
 /** A run id from what a person typed: whole, an unambiguous beginning or end, or `last`. */

@@ -87,7 +87,7 @@ export interface FileStat {
   target?: string;
 }
 
-/** A path inside: absolute, or relative to the workspace. Bytes where the name is not UTF-8. */
+/** A path inside: absolute, or relative to where commands start. Bytes where the name is not UTF-8. */
 export type SandboxPath = string | Uint8Array;
 
 export interface ReadOptions {
@@ -99,7 +99,8 @@ export interface ReadOptions {
 
 /**
  * What a tool sees of a sandbox: commands and files, no lifecycle. Paths are absolute inside the
- * sandbox or relative to the workspace; file calls run inside, so a link never leads outside.
+ * sandbox or relative to where commands start: the workspace, or the working directory of the image. File
+ * calls run inside, so a link never leads outside.
  * What the guest causes comes back as a result; what the host causes throws `SandboxBroken` or
  * `SandboxUnavailable`.
  */

@@ -1,5 +1,5 @@
 import type { Message, Reward, RunState, Tool } from '../core/index.ts';
-import type { Sandbox, SandboxSpec } from '../sandbox/contract.ts';
+import type { NetworkRule, Sandbox, SandboxSpec } from '../sandbox/contract.ts';
 
 export type Split = 'train' | 'heldout';
 
@@ -9,6 +9,8 @@ export interface TaskRef {
   id: string;
   domain: string;
   split: Split;
+  /** What the user lets the task's sandboxes reach; absent: nothing. */
+  allow?: readonly NetworkRule[];
 }
 
 /**

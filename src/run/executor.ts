@@ -1,6 +1,7 @@
 import { type Action, checkCall, cut, decide, runCall } from '../agent/index.ts';
 import {
   attribute,
+  type Effect,
   encodeTokens,
   idempotencyKey,
   LonghaulError,
@@ -211,7 +212,8 @@ async function callTool(
 
   const settled = decision === 'ask' ? await askTool(context, call, tool, key) : decision;
   if (settled === 'assumeDone') {
-    const output = 'This call happened, but its result was lost when the worker stopped.';
+    const output =
+      'This call happened, but its result was lost when the worker stopped. Files are as they were before it.';
     const data = { callId: call.callId, tool: call.tool, output, isError: false, durationMs: 0 };
     await journal.append([{ type: 'tool.completed', data }]);
     return;
@@ -268,7 +270,7 @@ async function callTool(
             durationMs: clock.now() - startedAt,
           },
         },
-        ...(effect === 'workspace' ? await workplace.save(call.callId) : []),
+        ...(changesFiles(effect) ? await workplace.save(call.callId) : []),
       ]);
       return;
     } catch (thrown) {
@@ -313,9 +315,14 @@ function runExactly(
   });
 }
 
+/** A command that was allowed the network counts as `once` and changes files all the same. */
+function changesFiles(effect: Effect): boolean {
+  return effect === 'workspace' || effect === 'once';
+}
+
 /** Whether a fresh workspace is as good as the one that was lost: no call of the run may have changed it. */
 function untouched(state: RunState): boolean {
-  return [...state.ledger.values()].every((call) => call.effect !== 'workspace');
+  return [...state.ledger.values()].every((call) => !changesFiles(call.effect));
 }
 
 /**

@@ -205,6 +205,28 @@ describe('a call that must happen once and whose end is unknown', () => {
 });
 
 describe('a hosted run', () => {
+  it('saves the files after a call that must happen once too', async () => {
+    const writes: Tool = {
+      ...payment([]),
+      run: async (_, { sandbox }) => {
+        await sandbox.writeFile('paid', 'yes');
+        return { output: 'paid' };
+      },
+    };
+    const hosted = { ...(await context(pays, [writes])), saveWorkspace: true };
+    const runId = await createRun(store.log, spec());
+    const state = await runHosted(runId, hosted);
+    expect(state.status).toBe('succeeded');
+    const saved = (await store.log.read(runId)).filter(({ type }) => type === 'workspace.saved');
+    expect(saved).toMatchObject([{ data: { afterCallId: null } }, { data: { afterCallId: 'c1' } }]);
+    const sandbox = await driver.create({}, state.workspace!.layer);
+    try {
+      expect(Buffer.from(await sandbox.readFile('paid')).toString()).toBe('yes');
+    } finally {
+      await sandbox.stop();
+    }
+  });
+
   it('gives calls of a vendor that repeats its ids names of their own', async () => {
     const effects: string[] = [];
     const twice = { toolCalls: [{ id: 'call_1', name: 'pay', arguments: { amount: 1 } }] };

@@ -14,14 +14,14 @@ async function orObservation(work: () => Promise<string>): Promise<ToolResult> {
 }
 
 const ReadInput = z.object({
-  path: z.string().min(1).describe('Relative to /workspace, or absolute.'),
+  path: z.string().min(1).describe('Relative to the working directory, or absolute.'),
   first_line: z.number().int().min(1).optional(),
   last_line: z.number().int().min(1).optional(),
 });
 
 export const readFile: Tool = {
   name: 'read_file',
-  description: 'Read a text file of the workspace, whole or a range of lines.',
+  description: 'Read a text file, whole or a range of lines.',
   input: ReadInput,
   effect: 'none',
   timeoutMs: 30_000,
@@ -44,7 +44,7 @@ const WriteInput = z.object({ path: z.string().min(1), content: z.string() });
 
 export const writeFile: Tool = {
   name: 'write_file',
-  description: 'Create or replace a file of the workspace. Missing directories are made.',
+  description: 'Create or replace a file. Missing directories are made.',
   input: WriteInput,
   effect: 'workspace',
   timeoutMs: 30_000,
@@ -98,11 +98,13 @@ export const editFile: Tool = {
   },
 };
 
-const ListInput = z.object({ path: z.string().optional().describe('Default: /workspace.') });
+const ListInput = z.object({
+  path: z.string().optional().describe('Default: the working directory.'),
+});
 
 export const listFiles: Tool = {
   name: 'list_files',
-  description: 'List a directory of the workspace.',
+  description: 'List a directory.',
   input: ListInput,
   effect: 'none',
   timeoutMs: 30_000,

@@ -2,7 +2,9 @@ import { resolve } from 'node:path';
 import type { RunSpec } from '../../core/index.ts';
 import { harborEnvironment } from '../../env/harbor/index.ts';
 import { createRun } from '../../run/index.ts';
+import type { NetworkRule } from '../../sandbox/contract.ts';
 import { host, openParts } from '../host.ts';
+import { taskImages } from '../images.ts';
 import { printable } from '../output.ts';
 import type { Platform } from '../platform.ts';
 
@@ -13,6 +15,7 @@ export interface RunOptions {
   modelCalls: number;
   toolCalls?: number;
   minutes?: number;
+  allow?: NetworkRule[];
 }
 
 /** `longhaul run TASK_DIR`: everything that can be wrong is found before the run exists. */
@@ -27,8 +30,9 @@ export async function run(
     id: resolve(taskDir),
     domain: 'coding',
     split: 'heldout' as const,
+    ...(options.allow && { allow: options.allow }),
   };
-  const session = await harborEnvironment().open(ref);
+  const session = await harborEnvironment(taskImages(platform)).open(ref);
   for (const note of session.task.notes) platform.output.say(`note   ${printable(note)}`);
   const spec: RunSpec = {
     kind: 'hosted',

@@ -83,8 +83,12 @@ describe('image', () =>
       ['host', 'host'],
       ['dir:/srv/root', 'dir:/srv/root'],
       ['image:sha256-1', 'image:sha256-1'],
+      ['rootfs:sha256-1', 'rootfs:sha256-1'],
+      // Paths and names: what they stand for is looked up later.
+      ['./root', './root'],
+      ['docker.io/ubuntu:24.04', 'docker.io/ubuntu:24.04'],
     ],
-    ['', 'ubuntu', '/srv/root', 'dir:', 'image:', 'HOST', 'docker:ubuntu'],
+    ['', ' ', 'dir:', 'image:', 'rootfs:'],
   ));
 
 describe('networkRule', () =>

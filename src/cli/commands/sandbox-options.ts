@@ -25,10 +25,15 @@ export function duration(text: string): number {
   return ms;
 }
 
-/** `host`, `dir:PATH` or `image:DIGEST`; whether it exists is the driver's to say. */
+/** What a sandbox is told as it is; anything else is a path or a name, which `specImage` looks up. */
+export const SPEC_IMAGE = /^(?:host$|(?:dir|image|rootfs):.)/;
+
+/** `host`, `dir:PATH`, `image:DIGEST`, `rootfs:DIGEST`, a path or a name; whether it exists is found out later. */
 export function image(text: string): string {
-  if (text === 'host' || /^(dir|image):./.test(text)) return text;
-  throw new InvalidArgumentError('host, dir:PATH or image:DIGEST is expected');
+  if (text.trim() !== '' && !/^(dir|image|rootfs):$/.test(text)) return text;
+  throw new InvalidArgumentError(
+    'host, a path, the name of an image, dir:PATH, image:DIGEST or rootfs:DIGEST is expected',
+  );
 }
 
 /** Cores: a share of one, or several. */

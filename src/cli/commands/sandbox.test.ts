@@ -1,12 +1,13 @@
 import { type ChildProcess, spawn } from 'node:child_process';
 import { once } from 'node:events';
-import { mkdtempSync, readdirSync, readFileSync, rmSync } from 'node:fs';
+import { mkdtempSync, readdirSync, readFileSync, rmSync, writeFileSync } from 'node:fs';
 import { createServer } from 'node:http';
 import type { AddressInfo } from 'node:net';
 import { tmpdir } from 'node:os';
-import { join } from 'node:path';
+import { basename, join } from 'node:path';
 import { setTimeout as sleep } from 'node:timers/promises';
 import { afterAll, beforeAll, describe, expect, test } from 'vitest';
+import { asTar, dockerSave, tar } from '../../sandbox/images/test-archives.ts';
 import { probeBubblewrap } from '../../sandbox/index.ts';
 import { exitCodeOf } from './sandbox.ts';
 
@@ -213,10 +214,83 @@ describe.skipIf(without !== '')(`in a real sandbox${without}`, () => {
     expect(stderr).toMatch(/too low|at least/);
   });
 
-  test('an image that is not there is refused before anything runs', async () => {
-    const { code, stdout } = await run('--image', 'dir:/no/such/root', '--', 'echo', 'ran');
+  test.each(['dir:/no/such/root', 'no/such/image', './no-such-folder'])(
+    'an image that is not there is refused before anything runs: %s',
+    async (image) => {
+      const { code, stdout, stderr } = await run('--image', image, '--', 'echo', 'ran');
+      expect(code).toBe(2);
+      expect(stdout).toBe('');
+      expect(stderr).toMatch(/next: {2}\S/);
+    },
+  );
+
+  test('a directory with a Dockerfile is built once, and commands start where it says', async () => {
+    const context = mkdtempSync(join(home, 'context-'));
+    writeFileSync(
+      join(context, 'Dockerfile'),
+      'FROM host\nWORKDIR /opt/app\nENV GREETING=hello\nRUN echo built > made\n',
+    );
+    const command = [
+      '--image',
+      context,
+      '--',
+      'sh',
+      '-c',
+      'echo $GREETING; pwd; cat made; echo > new',
+    ];
+    const first = await run(...command);
+    expect(first).toMatchObject({ code: 0, stdout: 'hello\n/opt/app\nbuilt\n' });
+    expect(first.stderr).toMatch(/line 4: RUN echo built > made\n/);
+    const second = await run(...command);
+    expect(second).toMatchObject({ code: 0, stdout: first.stdout });
+    expect(second.stderr).toMatch(/line 4: RUN echo built > made \(cached\)/);
+  });
+
+  test('a build that fails says where, and nothing runs', async () => {
+    const context = mkdtempSync(join(home, 'context-'));
+    writeFileSync(join(context, 'Dockerfile'), 'FROM host\nRUN echo oh no >&2; exit 3\n');
+    const { code, stdout, stderr } = await run('--image', context, '--', 'echo', 'ran');
+    expect({ code, stdout }).toEqual({ code: 2, stdout: '' });
+    expect(stderr).toMatch(/Dockerfile line 2: RUN failed, exit code 3\noh no/);
+  });
+
+  test('an interrupted build leaves no image, and goes on from its finished steps', async () => {
+    const context = mkdtempSync(join(home, 'context-'));
+    const word = `/tmp/${basename(context)}`;
+    writeFileSync(
+      join(context, 'Dockerfile'),
+      `FROM host\nRUN echo a > /srv/a\nRUN ["tail", "-f", "/dev/null", "${word}"]\n`,
+    );
+    const child = start('--image', context, '--', 'echo', 'ran');
+    const ending = ended(child);
+    await untilRunning(word);
+    child.kill('SIGINT');
+    expect(await ending).toMatchObject({ code: 130, stdout: '' });
+    expect(processesNaming(word)).toEqual([]);
+    const again = start('--image', context, '--', 'echo', 'ran');
+    const second = ended(again);
+    await untilRunning(word);
+    again.kill('SIGINT');
+    expect((await second).stderr).toMatch(/line 2: .* \(cached\)/);
+  });
+
+  test('an archive is added under its name', async () => {
+    const archive = join(home, 'image.tar');
+    const entry = { name: 'greeting', content: 'hello\n' };
+    writeFileSync(archive, asTar(dockerSave({ layers: [tar([entry])], name: 'acme/greeting:1' })));
+    const argv = ['--', 'ls', '/'];
+    // It has no program of its own: that it was found is what counts.
+    expect(await run('--image', archive, ...argv)).toMatchObject({ code: 127 });
+    expect(await run('--image', 'acme/greeting:1', ...argv)).toMatchObject({ code: 127 });
+    expect(await run('--image', 'acme/greeting:2', ...argv)).toMatchObject({ code: 2 });
+  });
+
+  test('images need bubblewrap, and the message says so', async () => {
+    const { code, stderr } = await run(
+      ...['--sandbox', 'wasm', '--image', 'acme/greeting:1', '--python', 'print(1)'],
+    );
     expect(code).toBe(2);
-    expect(stdout).toBe('');
+    expect(stderr).toMatch(/images are built and run in bubblewrap sandboxes, and this is wasm/);
   });
 
   test('there is no network unless it is allowed', async () => {

@@ -8,8 +8,9 @@ import type {
   SandboxSpec,
 } from '../../sandbox/contract.ts';
 import type { OpenedSandboxes } from '../../sandbox/index.ts';
+import { specImage } from '../images.ts';
 import { duration, printable } from '../output.ts';
-import type { Platform } from '../platform.ts';
+import { imagesOf, type Platform } from '../platform.ts';
 import { GuestOutput } from '../terminal.ts';
 
 export interface ExecOptions {
@@ -34,8 +35,8 @@ const MOST_STDIN_BYTES = 64 * 2 ** 20;
 /** A guest may try a thousand addresses; a person reads the first ones. */
 const MOST_ATTEMPTS_SAID = 8;
 
-function specOf(options: ExecOptions): Partial<SandboxSpec> {
-  const { image, memory, cpus, pids, disk, allow } = options;
+function specOf(options: ExecOptions, image: string | undefined): Partial<SandboxSpec> {
+  const { memory, cpus, pids, disk, allow } = options;
   return {
     ...(image !== undefined && { image }),
     ...(memory !== undefined && { memoryBytes: memory }),
@@ -90,7 +91,19 @@ async function execUntil(
     output.say(printable(opened.saidAloud));
     refuseWhatOnlyBubblewrapRuns(opened, options);
   }
-  const sandbox = await driver.create(specOf(options));
+  const { image, allow = [] } = options;
+  const { signal } = interruption;
+  const store = () => imagesOf(driver, opened);
+  let named: string | undefined;
+  try {
+    named = image && (await specImage(image, { output, store, allow, signal }));
+  } catch (error) {
+    const { exitCode } = interruption;
+    if (exitCode === null) throw error;
+    output.document({ driver: driver.name, exitCode, result: null });
+    return exitCode;
+  }
+  const sandbox = await driver.create(specOf(options, named));
   const { isolation } = driver.capabilities;
   const about = { driver: driver.name, isolation, spec: sandbox.spec };
   try {

@@ -1,5 +1,5 @@
 import { decodeTokens, type Event, fold, isFinal } from '../../core/index.ts';
-import { onInterrupt } from '../host.ts';
+import { onInterrupt } from '../interrupt.ts';
 import { narrate, rewardText } from '../narrate.ts';
 import { duration, printable, style } from '../output.ts';
 import { type Platform, resolveRunId } from '../platform.ts';

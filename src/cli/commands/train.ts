@@ -14,7 +14,8 @@ import {
   runQuickstart,
 } from '../../train/index.ts';
 import { systemClock } from '../clock.ts';
-import { host, onInterrupt } from '../host.ts';
+import { host } from '../host.ts';
+import { onInterrupt } from '../interrupt.ts';
 import type { Platform } from '../platform.ts';
 import { report, TrainingView } from '../training-view.ts';
 

@@ -1,7 +1,7 @@
 import { posix } from 'node:path';
 import { notSupported, taskInvalid } from './invalid.ts';
 
-/** The only directory of a sandbox that an image description may fill. */
+/** The directory that a task fills where it needs no image of its own. */
 export const WORKSPACE = '/workspace';
 
 /** One COPY: sources are relative to `environment/`, `target` is absolute and inside the workspace. */
@@ -27,7 +27,7 @@ const KNOWN = new Set(
 /**
  * Reads the part of a Dockerfile that needs no image build: `FROM`, `WORKDIR`, `COPY` inside the
  * workspace, and instructions without effect on files. `CapabilityMissing` with file and line for
- * everything that does need one; `TaskInvalid` for what Docker would refuse too.
+ * the first that does need one; `TaskInvalid` for what Docker would refuse too.
  */
 export function readDockerfile(text: string, file: string): ImagePlan {
   const plan: ImagePlan = { workdir: WORKSPACE, copies: [], notes: [] };
@@ -36,11 +36,12 @@ export function readDockerfile(text: string, file: string): ImagePlan {
   for (const { line, instruction, rest } of instructions(text)) {
     const where = `line ${line}`;
     if (instruction === 'FROM') {
-      if (from)
-        throw notSupported(file, where, 'builds with several stages are not supported', BUILD_NEXT);
+      if (from) throw notSupported(file, where, 'several stages need an image build', BUILD_NEXT);
       if (rest === '') throw taskInvalid(file, where, 'expected FROM IMAGE');
       from = true;
       plan.notes.push(`${file}: ${where}: FROM ${rest} is replaced by this machine's own system`);
+    } else if (!from && instruction === 'ARG') {
+      throw notSupported(file, where, 'ARG needs an image build', BUILD_NEXT);
     } else if (!from) {
       throw taskInvalid(file, where, `expected FROM as the first instruction, got ${instruction}`);
     } else if (instruction === 'WORKDIR') {
@@ -54,12 +55,7 @@ export function readDockerfile(text: string, file: string): ImagePlan {
     } else if (IGNORED.has(instruction)) {
       plan.notes.push(`${file}: ${where}: ${instruction} is not used`);
     } else if (KNOWN.has(instruction)) {
-      throw notSupported(
-        file,
-        where,
-        `${instruction} needs an image build, which is not supported yet`,
-        BUILD_NEXT,
-      );
+      throw notSupported(file, where, `${instruction} needs an image build`, BUILD_NEXT);
     } else {
       throw taskInvalid(file, where, `unknown instruction ${instruction.slice(0, 40)}`);
     }
@@ -69,7 +65,7 @@ export function readDockerfile(text: string, file: string): ImagePlan {
 }
 
 const BUILD_NEXT =
-  'Keep the Dockerfile to FROM, WORKDIR and COPY below /workspace (docs/tasks.md), and use what the machine has installed.';
+  'Run it where bubblewrap works, which builds images, or keep the Dockerfile to FROM, WORKDIR and COPY below /workspace (docs/tasks.md).';
 
 function readCopy(rest: string, workdir: string, file: string, where: string): CopyStep {
   let words: string[];
@@ -84,14 +80,14 @@ function readCopy(rest: string, workdir: string, file: string, where: string): C
   const flags = words.filter((word) => word.startsWith('--'));
   for (const flag of flags)
     if (!flag.startsWith('--chown='))
-      throw notSupported(file, where, `COPY ${flag} is not supported yet`, BUILD_NEXT);
+      throw notSupported(file, where, `COPY ${flag} needs an image build`, BUILD_NEXT);
   words = words.filter((word) => !word.startsWith('--'));
   const last = words.at(-1);
   if (words.length < 2 || last === undefined)
     throw taskInvalid(file, where, 'expected COPY SOURCE … TARGET');
   const sources = words.slice(0, -1).map((source) => {
     if (/[*?[\]$<]/.test(source))
-      throw notSupported(file, where, `pattern ${source} in COPY is not supported yet`, BUILD_NEXT);
+      throw notSupported(file, where, `${source} in COPY needs an image build`, BUILD_NEXT);
     const path = posix.normalize(source.replace(/^\/+/, ''));
     if (path === '..' || path.startsWith('../'))
       throw taskInvalid(file, where, `COPY ${source} leads out of environment/`);
@@ -110,8 +106,8 @@ function requireWorkspace(dir: string, file: string, where: string): void {
   throw notSupported(
     file,
     where,
-    `${dir} lies outside of ${WORKSPACE}, the only directory that a task can fill`,
-    `Use WORKDIR ${WORKSPACE} and paths below it.`,
+    `${dir} lies outside of ${WORKSPACE}: that needs an image build`,
+    BUILD_NEXT,
   );
 }
 

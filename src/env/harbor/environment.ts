@@ -44,7 +44,8 @@ export function harborEnvironment(options: HarborOptions = {}): HarborEnvironmen
     async open(ref: TaskRef): Promise<HarborSession> {
       if (!isAbsolute(ref.id))
         throw taskInvalid(ref.id, null, 'expected the absolute path of a task directory');
-      return session(ref, await loadHarborTask(ref.id, options));
+      const allow = ref.allow ?? options.allow ?? [];
+      return session(ref, await loadHarborTask(ref.id, { ...options, allow }));
     },
     async refOf(dir: string): Promise<TaskRef> {
       const task = await loadHarborTask(resolve(dir), options);
@@ -91,6 +92,7 @@ function session(ref: TaskRef, task: HarborTask): HarborSession {
     tools: [],
     sandbox: task.sandbox,
     async prepare(sandbox: Sandbox): Promise<void> {
+      if (task.ownRoot) return requirePrograms(task, sandbox);
       await upload(sandbox, WORKSPACE, task.workspace);
       if (task.workdir !== WORKSPACE) await upload(sandbox, task.workdir, []);
     },
@@ -101,8 +103,34 @@ function session(ref: TaskRef, task: HarborTask): HarborSession {
   };
 }
 
+/** What grading starts inside. Looked for before the agent comes, so that one that is gone later is its doing. */
+const PROGRAMS = ['sh', 'bash', 'chmod', 'find', 'mkdir', 'tar'];
+
+/** `CapabilityMissing` where the image of the task cannot be graded in. */
+async function requirePrograms(task: HarborTask, sandbox: Sandbox): Promise<void> {
+  const script = 'for p in "$@"; do command -v "$p" >/dev/null || echo "$p"; done';
+  const result = await sandbox.exec({
+    argv: ['/bin/sh', '-c', script, 'sh', ...PROGRAMS],
+    cwd: '/',
+    keepBytes: 4096,
+  });
+  const missing = result.stdout.split('\n').filter((name) => PROGRAMS.includes(name));
+  if (result.cause === 'exited' && result.code === 0 && missing.length === 0) return;
+  throw new LonghaulError(
+    'CapabilityMissing',
+    `${task.dir}: the image has no ${missing.join(', ') || '/bin/sh that runs'}, which grading needs`,
+    { next: 'Add it to the image, or start FROM another one.' },
+  );
+}
+
 function prompt(task: HarborTask): string {
+  const network =
+    task.sandbox.network === 'none'
+      ? 'There is no network.'
+      : 'There is a network through a proxy (HTTP_PROXY), which lets only some hosts through.';
+  if (task.ownRoot)
+    return `${task.instruction}\n\nYour working directory is ${task.workdir}: commands start there, and relative paths begin there. What you leave anywhere but in /tmp is kept. ${network}`;
   const files =
     task.workspace.length === 0 ? 'It is empty at the start.' : "The task's files are there.";
-  return `${task.instruction}\n\nYour workspace is ${task.workdir}. ${files} Only what lies in ${WORKSPACE} is graded. There is no network.`;
+  return `${task.instruction}\n\nYour workspace is ${task.workdir}. ${files} Only what lies in ${WORKSPACE} is graded. ${network}`;
 }

@@ -32,9 +32,11 @@ export interface Grade {
  * Runs the task's verifier on the workspace as the agent left it and reads the reward it wrote.
  *
  * The verifier works in a fork: processes of the agent are gone, /tests and /logs are new, and what
- * the verifier does to the workspace is discarded. Never throws. What the guest caused (the verifier
- * killed by a signal or by the memory limit, its log directory taken away) is `agent_error` with the lowest score; a missing or
- * malformed reward, a verifier out of time and a failing sandbox are ungraded, never a zero.
+ * the verifier does to the workspace is discarded. Where the root is an image, that fork holds all that the
+ * agent changed in it, programs included: the format wants the container that the agent worked in. Never
+ * throws. What the guest caused (the verifier killed by a signal or by the memory limit, its log directory
+ * or an image's programs taken away) is `agent_error` with the lowest score; a missing or malformed reward,
+ * a verifier out of time and a failing sandbox are ungraded, never a zero.
  */
 export async function gradeHarborTask(
   task: HarborTask,
@@ -56,6 +58,9 @@ export async function gradeHarborTask(
     return await verify(task, state, copy);
   } catch (thrown) {
     const error = attribute(thrown, 'Internal', 'grading');
+    // They were there before the agent came, see `requirePrograms`.
+    if (copy !== undefined && task.ownRoot && error.code === 'CapabilityMissing')
+      return sabotaged(task, `what grading needs is gone: ${error.message}`);
     const infrastructure = error.code === 'SandboxBroken' || error.code === 'SandboxUnavailable';
     return { reward: ungraded(infrastructure ? 'env_error' : 'grader_error', error.message) };
   } finally {
@@ -65,14 +70,11 @@ export async function gradeHarborTask(
 }
 
 async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Promise<Grade> {
-  await empty(sandbox);
+  await empty(task, sandbox);
   await upload(sandbox, TESTS, task.tests);
   const result = await sandbox.exec({
-    // `env -i`: whatever the driver sets for the agent does not reach the verifier.
     argv: [
-      '/usr/bin/env',
-      '-i',
-      ...Object.entries({ ...VERIFIER_ENV, ...task.verifier.env }).map(([k, v]) => `${k}=${v}`),
+      ...(task.ownRoot ? [] : onlyThese({ ...VERIFIER_ENV, ...task.verifier.env })),
       'bash',
       '-c',
       // An agent that removed the directory, or its own right to enter it, gets graded all the same.
@@ -80,7 +82,7 @@ async function verify(task: HarborTask, state: RunState, sandbox: Sandbox): Prom
       task.workdir,
     ],
     cwd: '/',
-    env: CLEAN_ENV,
+    env: task.ownRoot ? { ...IMAGE_VERIFIER_ENV, ...task.verifier.env } : CLEAN_ENV,
     timeoutMs: task.verifier.timeoutMs,
     keepBytes: OUTPUT_BYTES,
   });
@@ -118,17 +120,32 @@ const VERIFIER_ENV = {
   PYTHONHASHSEED: '0',
 } as const;
 
+/** In an image: what it says of itself (its ENV) stays, PATH above all. */
+const { PATH: _, ...IMAGE_VERIFIER_ENV } = VERIFIER_ENV;
+
+/** Whatever the driver sets for the agent does not reach the verifier, but for the way to the network. */
+function onlyThese(env: Readonly<Record<string, string>>): string[] {
+  const proxies = ['HTTP_PROXY', 'HTTPS_PROXY', 'NO_PROXY'].flatMap((name) => [
+    name,
+    name.toLowerCase(),
+  ]);
+  const script = `set --${proxies.map((name) => ` \${${name}+"${name}=$${name}"}`).join('')} "$@"; exec /usr/bin/env -i "$@"`;
+  const values = Object.entries(env).map(([name, value]) => `${name}=${value}`);
+  return ['/bin/sh', '-c', script, 'sh', ...values];
+}
+
 /**
  * New directories for the verifier. The workspace loses its Python byte code: a cache can be made so
  * that it is used whatever the source beside it says (PEP 552), also when the tests bring their own.
  */
-async function empty(sandbox: Sandbox): Promise<void> {
+async function empty(task: HarborTask, sandbox: Sandbox): Promise<void> {
+  const works = task.workdir === '/' ? [WORKSPACE] : [WORKSPACE, task.workdir];
   const script =
-    `find ${WORKSPACE} -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; ` +
-    'set -e; for d in "$@"; do d=$(readlink -m -- "$d"); mkdir -p -- "$d"; find "$d" -mindepth 1 -delete; test -w "$d"; done';
+    'while [ "$1" != : ]; do find "$1" -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null; shift; done; shift; ' +
+    'set -e; for d in "$@"; do r=$(readlink -m -- "$d" 2>/dev/null) && d=$r; mkdir -p -- "$d"; find "$d" -mindepth 1 -maxdepth 1 -exec rm -rf {} +; test -w "$d"; done';
   const dirs = [TESTS, LOGS, HOME];
   const result = await sandbox.exec({
-    argv: ['/bin/sh', '-c', script, 'sh', ...dirs],
+    argv: ['/bin/sh', '-c', script, 'sh', ...works, ':', ...dirs],
     cwd: '/',
     env: CLEAN_ENV,
     keepBytes: 4096,

@@ -5,4 +5,10 @@ export {
   harborEnvironment,
 } from './environment.ts';
 export { runSolution } from './solution.ts';
-export { type HarborTask, type LoadOptions, loadHarborTask } from './task.ts';
+export {
+  type BuildRequest,
+  type HarborTask,
+  type LoadOptions,
+  loadHarborTask,
+  type TaskImage,
+} from './task.ts';

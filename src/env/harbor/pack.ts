@@ -51,7 +51,7 @@ async function send(sandbox: ToolSandbox, target: string, blocks: Buffer[]): Pro
   const script =
     // A driver may give a directory outside of the workspace as a link to where it can be written.
     blocks.length === 0
-      ? 'mkdir -p -- "$(readlink -m -- "$0")"'
+      ? 'd=$(readlink -m -- "$0" 2>/dev/null) || d=$0; mkdir -p -- "$d"'
       : 'exec tar -x -p --no-same-owner -f - -C "$0"';
   const result = await sandbox.exec({
     argv: ['/bin/sh', '-c', script, target],

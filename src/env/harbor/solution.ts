@@ -15,7 +15,8 @@ export async function runSolution(task: HarborTask, sandbox: Sandbox): Promise<E
   return sandbox.exec({
     argv: ['bash', '/solution/solve.sh'],
     cwd: task.workdir,
-    env: { ...CLEAN_ENV, HOME: '/tmp', ...task.solutionEnv },
+    // An image says itself where its programs are.
+    env: { ...(!task.ownRoot && CLEAN_ENV), HOME: '/tmp', ...task.solutionEnv },
     timeoutMs: task.agentTimeoutMs ?? 600_000,
   });
 }

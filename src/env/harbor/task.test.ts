@@ -15,7 +15,7 @@ import { dirname, join, resolve } from 'node:path';
 import { afterEach, describe, expect, it } from 'vitest';
 import { LonghaulError } from '../../core/index.ts';
 import { harborEnvironment } from './environment.ts';
-import { loadHarborTask } from './task.ts';
+import { type BuildRequest, type LoadOptions, loadHarborTask, type TaskImage } from './task.ts';
 
 const made: string[] = [];
 afterEach(() => {
@@ -40,15 +40,20 @@ function taskDir(files: Record<string, string | null> = {}): string {
   return dir;
 }
 
-async function refusal(dir: string): Promise<LonghaulError> {
+async function refusal(dir: string, options: LoadOptions = {}): Promise<LonghaulError> {
   try {
-    await loadHarborTask(dir);
+    await loadHarborTask(dir, options);
   } catch (thrown) {
     expect(thrown).toBeInstanceOf(LonghaulError);
     return thrown as LonghaulError;
   }
   throw new Error('the task was accepted');
 }
+
+/** What needs no build. */
+const copies = { 'environment/Dockerfile': 'FROM x\nCOPY a /workspace/\n', 'environment/a': '' };
+
+const IMAGE: TaskImage = { image: 'rootfs:sha256:1', workdir: '/srv', notes: [] };
 
 const FULL = `
 schema_version = "1.1"
@@ -224,6 +229,8 @@ describe('loadHarborTask', () => {
     ['RUN', { 'environment/Dockerfile': 'FROM x\n\n# y\nRUN apt-get \\\n  install y\n' }, 'line 4'],
     ['/app', { 'environment/Dockerfile': 'FROM x\nWORKDIR /app\n' }, 'line 2'],
     ['stages', { 'environment/Dockerfile': 'FROM x AS a\nFROM y\n' }, 'line 2'],
+    ['ARG before FROM', { 'environment/Dockerfile': 'ARG A=1\nFROM x\n' }, 'line 1'],
+    ['.dockerignore', { ...copies, 'environment/.dockerignore': 'a' }, '.dockerignore'],
   ])('CapabilityMissing: %s', async (_, files, where) => {
     const error = await refusal(taskDir(files));
     expect(error.code).toBe('CapabilityMissing');
@@ -348,6 +355,128 @@ describe('loadHarborTask', () => {
   });
 });
 
+describe('images of tasks', () => {
+  const run = { 'environment/Dockerfile': 'FROM host\nWORKDIR /srv\nRUN true\n' };
+  const building = (asked: BuildRequest[] = []): LoadOptions => ({
+    async buildImage(request) {
+      asked.push(request);
+      return { ...IMAGE, notes: ['line 3: a note'] };
+    },
+  });
+
+  it('are built where the Dockerfile needs it, and only there', async () => {
+    const asked: BuildRequest[] = [];
+    const dir = taskDir({ ...run, 'task.toml': '[environment]\nbuild_timeout_sec = 5\n' });
+    const task = await loadHarborTask(dir, building(asked));
+    expect(asked).toEqual([
+      {
+        context: join(task.dir, 'environment'),
+        dockerfile: 'Dockerfile',
+        runTimeoutMs: 5000,
+        allow: [],
+      },
+    ]);
+    expect(task).toMatchObject({ ownRoot: true, workdir: '/srv', workspace: [] });
+    expect(task.sandbox).toEqual({ image: 'rootfs:sha256:1', network: 'none' });
+    expect(task.notes).toEqual(['line 3: a note']);
+
+    const plain = await loadHarborTask(taskDir(copies), building(asked));
+    expect(asked).toHaveLength(1);
+    expect(plain).toMatchObject({ ownRoot: false, workdir: '/workspace' });
+  });
+
+  it('pass on why a build failed, and build nothing of what is no Dockerfile', async () => {
+    const failed = new LonghaulError('ConfigInvalid', 'Dockerfile line 3: RUN failed');
+    const options = { buildImage: () => Promise.reject(failed) };
+    expect(await refusal(taskDir(run), options)).toBe(failed);
+    const broken = taskDir({ 'environment/Dockerfile': 'FROM host\nFORM x\nRUN true\n' });
+    expect((await refusal(broken, options)).message).toMatch(/unknown instruction FORM/);
+  });
+
+  it('are looked up by the name in docker_image where there is no Dockerfile', async () => {
+    const named = { 'task.toml': '[environment]\ndocker_image = "acme/base:1"\n' };
+    const asked: string[] = [];
+    const options: LoadOptions = {
+      async resolveImage(name) {
+        asked.push(name);
+        return IMAGE;
+      },
+    };
+    const task = await loadHarborTask(taskDir({ ...named, 'environment/x': '' }), options);
+    expect(asked).toEqual(['acme/base:1']);
+    expect(task).toMatchObject({ ownRoot: true, workspace: [], notes: [] });
+  });
+
+  it('decide the hash of the task', async () => {
+    const dir = taskDir(run);
+    const { hash } = await loadHarborTask(dir, building());
+    expect((await loadHarborTask(dir, building())).hash).toBe(hash);
+    const buildImage = async () => ({ ...IMAGE, image: 'rootfs:sha256:2' as const });
+    expect((await loadHarborTask(dir, { buildImage })).hash).not.toBe(hash);
+  });
+
+  it('say themselves where commands start', async () => {
+    const at = (workdir: string) =>
+      taskDir({ ...run, 'task.toml': `[environment]\nworkdir = "${workdir}"\n` });
+    expect((await loadHarborTask(at('/srv/'), building())).workdir).toBe('/srv');
+    const error = await refusal(at('/app'), building());
+    expect(error.message).toMatch(/environment.workdir: .*\/srv, not in \/app/);
+    expect(error.next).toMatch(/WORKDIR \/app/);
+  });
+
+  it('tell the agent where it starts', async () => {
+    const environment = harborEnvironment(building());
+    const session = await environment.open(await environment.refOf(taskDir(run)));
+    expect(session.messages[0]!.content).toMatch(/working directory is \/srv.*There is no network/);
+  });
+});
+
+describe('the network of a task', () => {
+  const allow = [{ host: 'example.org' }];
+  const asking = '[environment]\nallow_internet = true\n';
+
+  it.each([
+    asking,
+    '[environment]\nnetwork_mode = "public"\n',
+    '[verifier]\nallowed_hosts = ["example.org"]\n',
+  ])('is refused without the user’s word, and what they allow with it: %s', async (text) => {
+    const dir = taskDir({ 'task.toml': text });
+    const error = await refusal(dir);
+    expect(error.code).toBe('CapabilityMissing');
+    expect(error.next).toMatch(/--allow HOST/);
+    const task = await loadHarborTask(dir, { allow });
+    expect(task.sandbox.network).toEqual({ allow });
+  });
+
+  it.each(['[environment]\nallow_internet = false\n', '[verifier]\nnetwork_mode = "no-network"\n'])(
+    'is not forced on a task that says it has none: %s',
+    async (text) => {
+      const error = await refusal(taskDir({ 'task.toml': text }), { allow });
+      expect(error.code).toBe('ConfigInvalid');
+      expect(error.next).toMatch(/--allow/);
+    },
+  );
+
+  it('is what the reference says, so that a resumed run has the same', async () => {
+    const environment = harborEnvironment();
+    const dir = taskDir({ 'task.toml': asking });
+    const ref = { environment: 'harbor', id: dir, domain: 'x', split: 'train' as const, allow };
+    const session = await environment.open(JSON.parse(JSON.stringify(ref)));
+    expect(session.sandbox.network).toEqual({ allow });
+    expect(session.messages[0]!.content).toMatch(/network through a proxy/);
+    await expect(environment.open({ ...ref, allow: [] })).rejects.toMatchObject({
+      code: 'CapabilityMissing',
+    });
+  });
+
+  it('notes hosts that the task names and nobody allowed', async () => {
+    const text = '[agent]\nnetwork_mode = "allowlist"\nallowed_hosts = ["a.org", "example.org"]\n';
+    const dir = taskDir({ 'task.toml': text });
+    const task = await loadHarborTask(dir, { allow });
+    expect(task.notes).toEqual([expect.stringMatching(/a\.org is not allowed/)]);
+  });
+});
+
 describe('harborEnvironment', () => {
   it('lists tasks by split, in an order fixed by the seed', () => {
     const root = mkdtempSync(join(tmpdir(), 'harbor-root-'));
@@ -366,12 +495,14 @@ describe('harborEnvironment', () => {
 
   it('opens every example without a note but the base image', async () => {
     const root = resolve(import.meta.dirname, '../../../recipes/tasks');
-    const environment = harborEnvironment({ root });
+    const environment = harborEnvironment({ root, buildImage: async () => IMAGE });
     const refs = [...environment.tasks('train', 1, 9), ...environment.tasks('heldout', 1, 9)];
-    expect(refs).toHaveLength(3);
+    expect(refs).toHaveLength(4);
     for (const ref of refs) {
       const { task } = await environment.open(ref);
-      expect(task.notes).toEqual([expect.stringContaining('FROM python:3.11-slim is replaced')]);
+      expect(task.notes).toEqual(
+        task.ownRoot ? [] : [expect.stringContaining('FROM python:3.11-slim is replaced')],
+      );
       expect(task.solution).not.toBeNull();
     }
   });

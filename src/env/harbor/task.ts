@@ -2,12 +2,13 @@ import { realpath, stat } from 'node:fs/promises';
 import { basename, join, posix } from 'node:path';
 import { TextDecoder } from 'node:util';
 import { LonghaulError } from '../../core/index.ts';
-import type { SandboxSpec } from '../../sandbox/contract.ts';
+import type { NetworkRule, SandboxSpec } from '../../sandbox/contract.ts';
 import type { Split } from '../contract.ts';
 import { type BundleEntry, hashBundle, readWhole, scanPart } from './bundle.ts';
 import { expandEnv, parseTaskToml, type TaskToml } from './config.ts';
 import { type CopyStep, type ImagePlan, readDockerfile, WORKSPACE } from './dockerfile.ts';
 import { notSupported, taskInvalid } from './invalid.ts';
+import { requireNetwork } from './network.ts';
 import type { Placed } from './pack.ts';
 import { splitOf } from './split.ts';
 
@@ -22,10 +23,12 @@ export interface HarborTask {
   instruction: string;
   /** Hex SHA-256 of the bundle: what a result is bound to. */
   hash: string;
-  /** Where commands of the agent and the verifier start. Inside the workspace. */
+  /** Where commands of the agent and the verifier start: inside the workspace, or as the image says. */
   workdir: string;
-  /** What the agent finds, by path relative to the workspace. */
+  /** What the agent finds, by path relative to the workspace. Empty where an image holds it. */
   workspace: Placed[];
+  /** The sandbox's whole root is an image of the task's own, which the agent can change. */
+  ownRoot: boolean;
   tests: Placed[];
   /** The reference solution, if the task brings one. */
   solution: Placed[] | null;
@@ -39,14 +42,45 @@ export interface HarborTask {
   notes: string[];
 }
 
+/** An image that sandboxes of a task start as. */
+export interface TaskImage {
+  /** For `SandboxSpec.image`. Its digest is part of the task's hash. */
+  image: `rootfs:${string}`;
+  /** Where commands start in it. */
+  workdir: string;
+  /** What was read and is not followed, one line each. */
+  notes: readonly string[];
+}
+
+export interface BuildRequest {
+  /** Absolute. */
+  context: string;
+  /** Relative to the context. */
+  dockerfile: string;
+  /** Wall clock of one RUN. */
+  runTimeoutMs: number;
+  /** What RUN may reach; empty: nothing. */
+  allow: readonly NetworkRule[];
+}
+
 export interface LoadOptions {
   /** Values for `${NAME}` in the task's `env` tables. Nothing else of the process's environment is read. */
   allowEnv?: Readonly<Record<string, string>>;
+  /**
+   * Builds an image, or finds it built. Called only for Dockerfiles that need it; without it such a task
+   * is `CapabilityMissing`. What it throws is passed on.
+   */
+  buildImage?(request: BuildRequest): Promise<TaskImage>;
+  /** The image that a name (`docker_image`) stands for. `NotFound` where there is none. */
+  resolveImage?(name: string): Promise<TaskImage>;
+  /** What the user lets the task reach. Without it a task that asks for a network is refused. */
+  allow?: readonly NetworkRule[];
 }
 
 const INSTRUCTION_BYTES = 256 * 1024;
 const TOML_BYTES = 256 * 1024;
 const DEFAULT_VERIFIER_SEC = 600;
+const DEFAULT_BUILD_SEC = 600;
 const MIB = 1024 * 1024;
 
 /**
@@ -55,7 +89,7 @@ const MIB = 1024 * 1024;
  */
 export async function loadHarborTask(dir: string, options: LoadOptions = {}): Promise<HarborTask> {
   try {
-    return await load(dir, options.allowEnv ?? {});
+    return await load(dir, options);
   } catch (thrown) {
     if (thrown instanceof LonghaulError) throw thrown;
     const { code, path, message } = thrown as NodeJS.ErrnoException;
@@ -66,7 +100,8 @@ export async function loadHarborTask(dir: string, options: LoadOptions = {}): Pr
   }
 }
 
-async function load(given: string, allowEnv: Readonly<Record<string, string>>) {
+async function load(given: string, options: LoadOptions): Promise<HarborTask> {
+  const { allowEnv = {}, allow = [] } = options;
   const info = await stat(given).catch(() => null);
   if (info === null) throw taskInvalid(given, null, 'no such task directory');
   if (!info.isDirectory())
@@ -81,6 +116,7 @@ async function load(given: string, allowEnv: Readonly<Record<string, string>>) {
   const toml = await readText(tomlFile, TOML_BYTES, 'the settings of the task (docs/tasks.md)');
   const { config, unknown } = parseTaskToml(toml, tomlFile);
   requireSupported(config, tomlFile);
+  const networkNotes = requireNetwork(config, allow, tomlFile);
 
   const testsRoot = join(dir, 'tests');
   const tests = await scanPart(dir, 'tests');
@@ -95,7 +131,7 @@ async function load(given: string, allowEnv: Readonly<Record<string, string>>) {
       'expected the script that solves the task',
     );
 
-  const image = await readImage(dir, environment, config, tomlFile);
+  const image = await readImage({ dir, entries: environment, config, tomlFile, options });
   const name = config.task?.name ?? basename(dir);
   return {
     dir,
@@ -105,11 +141,16 @@ async function load(given: string, allowEnv: Readonly<Record<string, string>>) {
     difficulty: config.metadata?.difficulty ?? null,
     instruction: instruction.trim(),
     hash: hashBundle(
-      { 'instruction.md': instruction, 'task.toml': toml },
+      {
+        'instruction.md': instruction,
+        'task.toml': toml,
+        ...(image.image && { image: image.image }),
+      },
       { environment, tests, ...(solution && { solution }) },
     ),
     workdir: image.workdir,
     workspace: image.placed,
+    ownRoot: image.image !== null,
     tests: place(testsRoot, tests),
     solution: solution && place(join(dir, 'solution'), solution),
     solutionEnv: expandEnv(config.solution?.env ?? {}, allowEnv, tomlFile, 'solution.env'),
@@ -119,10 +160,11 @@ async function load(given: string, allowEnv: Readonly<Record<string, string>>) {
     },
     agentTimeoutMs: config.agent?.timeout_sec ? config.agent.timeout_sec * 1000 : null,
     rewardRange: config.metadata?.reward_range ?? ([0, 1] as const),
-    sandbox: sandboxSpec(config),
+    sandbox: sandboxSpec(config, image.image, allow),
     notes: [
       ...unknown.map((key) => `${tomlFile}: ${key}: not a key of the format, not used`),
-      ...ignoredKeys(config).map((key) => `${tomlFile}: ${key}: not used`),
+      ...ignoredKeys(config, environment).map((key) => `${tomlFile}: ${key}: not used`),
+      ...networkNotes,
       ...image.notes,
     ],
   };
@@ -150,19 +192,6 @@ function requireSupported(config: TaskToml, file: string): void {
     throw notSupported(file, key, what, next);
   };
   const environment = config.environment ?? {};
-  const offline = 'Set network_mode = "no-network" if the task can be solved offline.';
-  for (const [section, value] of Object.entries({
-    environment,
-    agent: config.agent ?? {},
-    verifier: config.verifier ?? {},
-  })) {
-    if (value.network_mode !== undefined && value.network_mode !== 'no-network')
-      refuse(`${section}.network_mode`, 'sandboxes have no network yet', offline);
-    if (value.allowed_hosts?.length)
-      refuse(`${section}.allowed_hosts`, 'sandboxes have no network yet', offline);
-  }
-  if (environment.allow_internet === true && environment.network_mode === undefined)
-    refuse('environment.allow_internet', 'sandboxes have no network yet', offline);
   if (environment.gpus)
     refuse('environment.gpus', 'sandboxes have no GPU', 'Remove the key if none is needed.');
   if (environment.mcp_servers?.length)
@@ -189,33 +218,55 @@ const REMOVE =
   'Remove the key if the task also works without; docs/tasks.md lists what is supported.';
 
 /** Known keys without an effect here: told, since their author may count on one. */
-function ignoredKeys(config: TaskToml): string[] {
+function ignoredKeys(config: TaskToml, files: readonly BundleEntry[]): string[] {
   const keys: string[] = [];
   const environment = config.environment;
   if (config.agent?.user !== undefined) keys.push('agent.user');
   if (config.verifier?.user !== undefined) keys.push('verifier.user');
   if (environment?.skills_dir !== undefined) keys.push('environment.skills_dir');
-  if (environment?.docker_image !== undefined) keys.push('environment.docker_image');
+  if (environment?.docker_image !== undefined && files.some((file) => file.path === 'Dockerfile'))
+    keys.push('environment.docker_image');
   return keys;
 }
 
-function sandboxSpec(config: TaskToml): Partial<SandboxSpec> {
+function sandboxSpec(
+  config: TaskToml,
+  image: string | null,
+  allow: readonly NetworkRule[],
+): Partial<SandboxSpec> {
   const environment = config.environment ?? {};
   return {
-    network: 'none',
+    ...(image !== null && { image }),
+    network: allow.length > 0 ? { allow } : 'none',
     ...(environment.cpus !== undefined && { cpus: environment.cpus }),
     ...(environment.memory_mb !== undefined && { memoryBytes: environment.memory_mb * MIB }),
     ...(environment.storage_mb !== undefined && { diskBytes: environment.storage_mb * MIB }),
   };
 }
 
-/** What lies where in the workspace at the start: as the Dockerfile copies it, or all of `environment/`. */
-async function readImage(
-  dir: string,
-  entries: BundleEntry[],
-  config: TaskToml,
-  tomlFile: string,
-): Promise<{ workdir: string; placed: Placed[]; notes: string[] }> {
+interface ImageSource {
+  dir: string;
+  /** What lies in `environment/`. */
+  entries: BundleEntry[];
+  config: TaskToml;
+  tomlFile: string;
+  options: LoadOptions;
+}
+
+interface ReadImage {
+  workdir: string;
+  placed: Placed[];
+  /** For `SandboxSpec.image`; null: the machine's own system, with `placed` in the workspace. */
+  image: string | null;
+  notes: readonly string[];
+}
+
+/**
+ * What the agent finds at the start: the workspace as the Dockerfile copies it, all of `environment/`, or
+ * an image, where one is named or must be built.
+ */
+async function readImage(source: ImageSource): Promise<ReadImage> {
+  const { dir, entries, config, tomlFile, options } = source;
   const root = join(dir, 'environment');
   const has = (path: string) => entries.some((entry) => entry.path === path);
   for (const compose of ['docker-compose.yaml', 'docker-compose.yml'])
@@ -226,24 +277,40 @@ async function readImage(
         'environments of several containers are not supported yet',
         'Bring the task down to one environment, or leave the file out.',
       );
-  if (has('.dockerignore'))
-    throw notSupported(
-      join(root, '.dockerignore'),
-      'patterns',
-      'not supported yet',
-      'COPY only what the agent shall see, and leave the file out.',
-    );
   const file = join(root, 'Dockerfile');
   let plan: ImagePlan;
   if (has('Dockerfile')) {
-    plan = readDockerfile(await readText(file, TOML_BYTES, 'a Dockerfile'), file);
+    try {
+      plan = readDockerfile(await readText(file, TOML_BYTES, 'a Dockerfile'), file);
+      if (has('.dockerignore'))
+        throw notSupported(
+          join(root, '.dockerignore'),
+          'patterns',
+          'they need an image build',
+          'COPY only what the agent shall see, and leave the file out.',
+        );
+    } catch (thrown) {
+      if (!(thrown instanceof LonghaulError && thrown.code === 'CapabilityMissing')) throw thrown;
+      if (options.buildImage === undefined) throw thrown;
+      return imageOf(
+        source,
+        await options.buildImage({
+          context: root,
+          dockerfile: 'Dockerfile',
+          runTimeoutMs: (config.environment?.build_timeout_sec ?? DEFAULT_BUILD_SEC) * 1000,
+          allow: options.allow ?? [],
+        }),
+      );
+    }
   } else if (config.environment?.docker_image !== undefined) {
-    throw notSupported(
-      tomlFile,
-      'environment.docker_image',
-      'container images are not supported yet',
-      'Put the starting files into environment/ and leave the key out.',
-    );
+    if (options.resolveImage === undefined)
+      throw notSupported(
+        tomlFile,
+        'environment.docker_image',
+        'there is no image store here',
+        'Run it where bubblewrap works, or put the starting files into environment/ and leave the key out.',
+      );
+    return imageOf(source, await options.resolveImage(config.environment.docker_image));
   } else {
     const all = { sources: ['.'], target: WORKSPACE, intoDirectory: true };
     plan = { workdir: WORKSPACE, copies: [all], notes: [] };
@@ -254,13 +321,27 @@ async function readImage(
       tomlFile,
       'environment.workdir',
       `${workdir} lies outside of ${WORKSPACE}`,
-      `Use ${WORKSPACE} or a directory below it.`,
+      `Use ${WORKSPACE} or a directory below it, or WORKDIR ${workdir} in environment/Dockerfile.`,
     );
   // Later instructions overwrite earlier ones.
   const byPath = new Map<string, Placed>();
   for (const step of plan.copies)
     for (const item of applyCopy(step, root, entries, file)) byPath.set(item.path, item);
-  return { workdir, placed: [...byPath.values()], notes: plan.notes };
+  return { workdir, placed: [...byPath.values()], image: null, notes: plan.notes };
+}
+
+/** `CapabilityMissing` where the task wants commands to start elsewhere than in the image's directory. */
+function imageOf({ config, tomlFile }: ImageSource, built: TaskImage): ReadImage {
+  const { image, workdir, notes } = built;
+  const wanted = config.environment?.workdir;
+  if (wanted !== undefined && posix.resolve(wanted) !== workdir)
+    throw notSupported(
+      tomlFile,
+      'environment.workdir',
+      `commands start in the directory of the image, which is ${workdir}, not in ${wanted}`,
+      `Write WORKDIR ${wanted} into environment/Dockerfile and leave the key out.`,
+    );
+  return { workdir, placed: [], image, notes };
 }
 
 /** Docker's rule: a directory's content is copied, not the directory itself. */

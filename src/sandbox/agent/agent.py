@@ -614,6 +614,7 @@ def main():
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)  # no handler: the kernel drops them for process 1
     limit(config["limits"])
+    files.cwd = os.fsencode(config["cwd"])
     os.chdir("/")
     for fd in (0, 1):
         os.set_blocking(fd, True)  # gVisor takes over what its own end of the connection needed

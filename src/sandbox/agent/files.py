@@ -4,14 +4,18 @@ import errno
 import os
 import stat
 
-from process import WORKSPACE, write_all
+from process import write_all
 
 KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 
 
+# Where relative paths begin: where commands start too.
+cwd = b"/"
+
+
 def path_of(header):
     raw = bytes.fromhex(header["raw"]) if "raw" in header else os.fsencode(header["path"])
-    return os.path.join(os.fsencode(WORKSPACE), raw)
+    return os.path.join(cwd, raw)
 
 
 def shown(name):

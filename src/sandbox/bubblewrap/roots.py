@@ -6,6 +6,7 @@ layer of its own, so it hides links that a hostile image has in those places, an
 
 import ctypes
 import errno
+import glob
 import os
 import shutil
 import stat
@@ -86,6 +87,21 @@ def make_base(place, uid):
     chown_tree(place, uid)
 
 
+def keep_programs(place):
+    """What the host's programs load by themselves: a layer that has it too would change them, though they are
+    read-only. A verifier runs over such layers."""
+    open(place + "/etc/ld.so.preload", "w").close()
+    if os.path.isfile("etc/ld.so.cache"):
+        shutil.copyfile("etc/ld.so.cache", place + "/etc/ld.so.cache")
+    if os.path.isdir("etc/alternatives"):
+        shutil.copytree("etc/alternatives", place + "/etc/alternatives", symlinks=True)
+    for link in glob.glob("/usr/lib/python3*/sitecustomize.py"):
+        target = os.readlink(link) if os.path.islink(link) else ""
+        if target.startswith("/etc/"):
+            os.makedirs(os.path.dirname(place + target), exist_ok=True)
+            open(place + target, "w").close()
+
+
 def make_skeleton(place, below, box, etc):
     """Mount points and files over what is mounted at `below`."""
     os.mkdir(place, 0o755)
@@ -102,6 +118,7 @@ def make_skeleton(place, below, box, etc):
         with open("%s/etc/%s" % (place, name), "w", errors="surrogateescape") as file:
             file.write(text)
     if box.root["host"]:
+        keep_programs(place)
         for name in SYSTEM:
             if os.path.islink("/" + name):
                 os.symlink(os.readlink("/" + name), "%s/%s" % (place, name))

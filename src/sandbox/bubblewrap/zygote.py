@@ -64,6 +64,7 @@ def enter(request, connection, target, init_in, init_out, program, parent):
     if request["root"]:
         os.setgroups([])
     agent.limit(request["limits"])
+    agent.files.cwd = os.fsencode(request["agent"]["cwd"])
     os.umask(0o022)
     # A cgroup namespace of its own bubblewrap makes only where it may.
     if LIBC.setns(target, SHARED_NAMESPACES | CLONE_NEWCGROUP) < 0:

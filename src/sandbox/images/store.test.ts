@@ -160,9 +160,9 @@ describe.skipIf(lacking !== null)(
     test('a workspace, a fork and a snapshot lie over an image, and its root stays as it is', async () => {
       const { digest } = await store.add(archives[2]![1]());
       const sandbox = await driver.create({ image: `image:${digest}` });
-      await sandbox.writeFile('note', 'one');
+      await sandbox.writeFile('/workspace/note', 'one');
       const layer = await sandbox.snapshot();
-      await sandbox.writeFile('note', 'two');
+      await sandbox.writeFile('/workspace/note', 'two');
       const [child] = await sandbox.fork(1);
       await sandbox.rollback(layer);
       const note = (each: typeof sandbox) =>
@@ -266,7 +266,7 @@ describe.skipIf(lacking !== null)(
         written('p.tar', asTar(dockerSave({ layers, config: CONFIG }))),
       );
       const sandbox = await driver.create({ image: `image:${digest}` });
-      await sandbox.writeFile('a/b', 'x');
+      await sandbox.writeFile('/workspace/a/b', 'x');
       await sandbox.listFiles('/');
       await sandbox.exec({ argv: ['nothing'] });
       await sandbox.snapshot({ durable: true });

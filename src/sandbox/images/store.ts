@@ -269,7 +269,7 @@ export class ImageStore {
     if (record) return record;
     const names = [...listNames(this.#dir).keys()].slice(0, 20).join(', ');
     throw new LonghaulError('NotFound', `the image store has no ${reference}`, {
-      next: `Save it with \`docker save ${reference} -o image.tar\` and add that with ImageStore.add; there is ${names || 'no image yet'}.`,
+      next: `Save it with \`docker save ${reference} -o image.tar\` and add that with \`longhaul sandbox exec --image image.tar -- true\`; there is ${names || 'no image yet'}.`,
     });
   }
 
