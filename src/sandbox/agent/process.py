@@ -132,11 +132,13 @@ def become_process(taken, config):
     module = types.ModuleType("__main__")
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["__main__"] = module
+    if not config["python"]:
+        become_interpreter(config)
     sizes = os.read(3, 8)
     if len(sizes) < 8:
         os._exit(0)  # not needed any more
     text, source = (read_pipe(3, size) for size in struct.unpack(">II", sizes))
-    if meddled():
+    if config["exposed"] and meddled():
         os._exit(0)  # without an answer: another takes its place
     os.write(4, b"1")
     os.close(3)
@@ -158,8 +160,25 @@ def become_process(taken, config):
         run_program(header, config)
     elif header["kind"] == "code":
         run_snippet(source, module, config)
+    elif header["kind"] == "nothing":
+        os._exit(0)
     else:
         run_archive(header)
+
+
+def become_interpreter(config):
+    """What a snippet finds, and a first round through what runs one: the pages that a fork writes to are
+    copied now, while nobody waits for it."""
+    for name in OWN_MODULES:
+        sys.modules.pop(name, None)
+    os.environ.clear()
+    os.environ.update({**ENVIRONMENT, **config["env"]})
+    sys.argv, sys.path = [""], ["", *SNIPPET_PATH]
+    sys.dont_write_bytecode = False
+    json.loads('{"kind": "nothing"}')
+    exec(compile("0", "<nothing>", "exec", dont_inherit=True), {"__builtins__": __builtins__})
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 def meddled():
@@ -217,14 +236,8 @@ def run_snippet(source, module, config):
         write_all(fd, source)
         header = {"argv": [config["python"], "/proc/self/fd/%d" % fd], "cwd": "", "env": {}}
         return run_program(header, config)
-    for name in OWN_MODULES:
-        sys.modules.pop(name, None)
     _signal.signal(_signal.SIGPIPE, _signal.SIG_IGN)
     _signal.signal(_signal.SIGINT, _signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update({**ENVIRONMENT, **config["env"]})
-    sys.argv, sys.path = [""], ["", *SNIPPET_PATH]
-    sys.dont_write_bytecode = False
     try:
         os.chdir(config["cwd"])
     except OSError:

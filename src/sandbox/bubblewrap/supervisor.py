@@ -429,6 +429,11 @@ class Supervisor:
 
     def discard(self, path):
         """Moves a tree aside, out of the way of its successor, and has it deleted."""
+        for empty in (path + "/work", path):  # as overlayfs leaves a work directory
+            try:
+                os.rmdir(empty)
+            except OSError:
+                pass
         if not os.path.lexists(path):
             return
         self.discarded += 1

@@ -72,9 +72,11 @@ def enter(request, connection, target, init_in, init_out, program, parent):
     os.chdir("/")
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     own = os.getpid()
+    # As root the files in /proc of a process that cannot be traced are not the guest's.
+    config = {**request["agent"], "exposed": not request["root"]}
     if os.fork() == 0:
         drop(target, own, program, [theirs.fileno()])
-        tend(socket.socket(fileno=3), request["agent"])
+        tend(socket.socket(fileno=3), config)
     drop(target, parent, program, [connection, init_in, init_out, ours.fileno()])
     run(socket.socket(fileno=NURSERY))
 
