@@ -198,9 +198,12 @@ export class BubblewrapDriver implements SandboxDriver {
     return stack ? this.#adopted(sandbox, stack) : sandbox;
   }
 
-  async #adopted(sandbox: BubblewrapSandbox, stack: LayerStack): Promise<BubblewrapSandbox> {
+  async #adopted(
+    sandbox: BubblewrapSandbox,
+    stack: LayerStack | Promise<LayerStack>,
+  ): Promise<BubblewrapSandbox> {
     try {
-      await sandbox.adopt(stack);
+      await sandbox.adopt(await stack);
       return sandbox;
     } catch (error) {
       await sandbox.stop();

@@ -43,7 +43,7 @@ export interface SandboxHost {
   /** A sandbox without a call or a process for so long lets its agent go. */
   idleMs: number;
   /** New sandboxes with the same spec over a stack of layers. */
-  spawn(spec: SandboxSpec, stack: LayerStack): Promise<Sandbox>;
+  spawn(spec: SandboxSpec, stack: Promise<LayerStack>): Promise<Sandbox>;
   /** The sandbox is gone: free its uid and its place. */
   released(sandbox: BubblewrapSandbox): void;
 }
@@ -429,20 +429,27 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   /** With a call in flight or processes alive, from the last layer; otherwise from the files as they are. */
   async fork(count: number, options: ForkOptions = {}): Promise<Sandbox[]> {
-    let stack = this.#stack;
-    if (this.idle || options.stopProcesses) {
-      stack = await this.enqueue(async () => {
-        if (!(await this.busy(options.stopProcesses ?? false))) await this.#freeze();
-        return this.#stack;
-      });
-    }
-    if (this.broken) throw this.broken;
+    const { registry } = this.#host;
+    const freeze = async () => {
+      let stack = this.#stack;
+      if (this.idle || options.stopProcesses) {
+        stack = await this.enqueue(async () => {
+          if (!(await this.busy(options.stopProcesses ?? false))) await this.#freeze();
+          return this.#stack;
+        });
+      }
+      if (this.broken) throw this.broken;
+      registry.hold(stack);
+      return stack;
+    };
+    // The new ones are handed out meanwhile.
+    const frozen = freeze();
+    frozen.catch(() => {}); // heard of below
     const spec = { ...this.spec, diskBytes: this.spec.diskBytes + (options.moreDiskBytes ?? 0) };
-    this.#host.registry.hold(stack);
     const made = await Promise.allSettled(
-      Array.from({ length: count }, () => this.#host.spawn(spec, stack)),
+      Array.from({ length: count }, () => this.#host.spawn(spec, frozen)),
     );
-    this.#host.registry.release(stack);
+    registry.release(await frozen);
     const failed = made.find((each) => each.status === 'rejected');
     const children = made.flatMap((each) => (each.status === 'fulfilled' ? [each.value] : []));
     if (!failed) return children;
