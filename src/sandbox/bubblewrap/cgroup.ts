@@ -272,8 +272,13 @@ export class Cgroup {
     const end = Date.now() + FREEZE_TIMEOUT_MS;
     while (!done()) {
       if (Date.now() > end)
-        throw new LonghaulError('SandboxUnavailable', 'the control group does not freeze');
-      await sleep(1);
+        throw new LonghaulError(
+          'SandboxUnavailable',
+          `the control group does not ${frozen ? 'freeze' : 'thaw'}`,
+        );
+      await sleep(2);
+      // Version 1 may meet a task at a moment when it cannot be frozen, and does not try again by itself.
+      this.#write(controller, file, frozen ? on : off);
     }
   }
 
