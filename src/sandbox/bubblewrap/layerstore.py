@@ -225,8 +225,8 @@ class LayerStore:
             if public:
                 with open(self.path(layer, "public"), "w"):
                     pass
-                if self.marked(layer, "dropped"):
-                    os.unlink(self.path(layer, "dropped"))
+            if self.marked(layer, "dropped"):
+                os.unlink(self.path(layer, "dropped"))
             os.utime(self.path(layer))
             flush(self.path(layer))
             return True
@@ -264,6 +264,7 @@ class LayerStore:
         saves its layer before the event that names it. Returns what was removed."""
         drop, unnamed = set(drop), set(unnamed)
         removed, freed = [], 0
+        self.drop_beneath(drop)
         while True:
             going, more = self.collect_some(drop, unnamed)
             for layer, meta, aside in going:
@@ -281,6 +282,22 @@ class LayerStore:
                     pass
                 flush(self.path(layer))
         return {"removed": removed, "bytesFreed": freed, "kept": len(self.all())}
+
+    def drop_beneath(self, drop):
+        """Internal layers that a dropped one stood on have been named by it: they need not wait an hour."""
+        for layer in drop:
+            try:
+                meta = self.meta(layer)
+            except LayerError:
+                continue
+            for parent in meta.parents if meta else ():
+                try:
+                    below = self.meta(parent)
+                    if below and below.fields["internal"] and not self.marked(parent, "public"):
+                        with open(self.path(parent, "dropped"), "w"):
+                            pass
+                except (LayerError, FileNotFoundError):
+                    continue
 
     def remove_unreadable(self, layer):
         """A layer that nothing can be made of any more, and so nothing of what stands on it."""
