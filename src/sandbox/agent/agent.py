@@ -536,6 +536,9 @@ class Agent:
     def op_write(self, header, body):
         return files.write(header, body)
 
+    def op_secret(self, header, body):
+        return files.secret(header, body)
+
     def op_list(self, header, body):
         return files.listing(header, body)
 
@@ -549,7 +552,7 @@ class Agent:
 
 
 # Calls whose failures are about the path that the caller gave.
-FILE_CALLS = {"read", "write", "list", "stat", "input"}
+FILE_CALLS = {"read", "write", "secret", "list", "stat", "input"}
 
 
 def open_pidfd(pid):

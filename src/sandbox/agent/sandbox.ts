@@ -31,7 +31,6 @@ const DEFAULT_EXEC_TIMEOUT_MS = 60_000;
 const DEFAULT_READ_LIMIT = 1024 * 1024;
 /** How long the agent may take past a deadline before it is ended from outside. */
 export const GRACE_MS = 10_000;
-const SECRETS = '/tmp/.secrets';
 
 /** Why an agent did not answer, where that was the guest's doing. A new one is in its place. */
 export type Lost = 'out_of_memory' | 'timeout';
@@ -182,8 +181,12 @@ export abstract class AgentSandbox implements ToolSandbox {
       this.#processes.add(process);
       const frame = await this.call({ op: 'start', kind: 'exec', ...header, tag: id }, [], 0, id);
       if (typeof frame !== 'string' && request.stdin !== undefined) {
-        await process.write(request.stdin);
-        await process.end();
+        // Not waited for: a process that does not read would hold up every other call.
+        const { stdin } = request;
+        void process
+          .write(stdin)
+          .then(() => process.end())
+          .catch(() => {});
       }
       return process;
     });
@@ -291,7 +294,7 @@ export abstract class AgentSandbox implements ToolSandbox {
           },
         );
     for (const [name, value] of Object.entries(secrets))
-      await this.#fileCall('write', `${SECRETS}/${name}`, { mode: 0o600 }, [Buffer.from(value)]);
+      await this.#fileCall('secret', name, {}, [Buffer.from(value)]);
   }
 
   // The state between calls

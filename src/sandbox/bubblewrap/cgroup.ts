@@ -303,19 +303,25 @@ export class Cgroup {
     throw new LonghaulError('SandboxUnavailable', 'processes fork faster than they can be frozen');
   }
 
-  /** Removes the groups; the processes in them must have been killed. Waits for the kernel to let go. */
-  async remove(): Promise<void> {
+  /** Removes the groups. Waits for the kernel to let go of killed processes: false when some stay. */
+  async remove(): Promise<boolean> {
+    let gone = true;
     for (const path of new Set(Object.values(this.#paths))) {
-      for (let attempt = 0; attempt < 200; attempt++) {
-        try {
-          rmdirSync(path);
-          break;
-        } catch (error) {
-          const code = (error as NodeJS.ErrnoException).code;
-          if (code === 'ENOENT') break;
-          await sleep(Math.min(10, 1 + attempt));
-        }
+      gone = (await this.#removeOne(path)) && gone;
+    }
+    return gone;
+  }
+
+  async #removeOne(path: string): Promise<boolean> {
+    for (let attempt = 0; attempt < 200; attempt++) {
+      try {
+        rmdirSync(path);
+        return true;
+      } catch (error) {
+        if ((error as NodeJS.ErrnoException).code === 'ENOENT') return true;
+        await sleep(Math.min(10, 1 + attempt));
       }
     }
+    return false;
   }
 }

@@ -253,9 +253,10 @@ export class BubblewrapDriver implements SandboxDriver {
       spawn: async (childSpec, childStack) => {
         return this.#adopted(await this.#acquire(childSpec), childStack);
       },
-      released: (gone) => {
+      released: (gone, clean) => {
         this.#sandboxes.delete(gone.id);
-        if (supervisor === this.#supervisor && supervisor.ready.idmap) this.#freeUids.push(uid);
+        if (clean && supervisor === this.#supervisor && supervisor.ready.idmap)
+          this.#freeUids.push(uid);
         if (ready) this.#pool.release();
       },
     };
@@ -275,7 +276,10 @@ export class BubblewrapDriver implements SandboxDriver {
       ready = true;
       return sandbox;
     } catch (error) {
-      if (!sandbox) network?.close();
+      if (!sandbox) {
+        network?.close();
+        await cgroup?.remove();
+      }
       if (sandbox) await sandbox.stop();
       else if (uid > 0 && supervisor.ready.idmap) this.#freeUids.push(uid);
       throw error;

@@ -81,6 +81,9 @@ class Launcher:
             box.waiting = (connection, request["agent"])
             if box.ready:
                 self.send_agent(box)
+            elif not box.pid and not request["fresh"]:
+                box.waiting = None
+                connection.close()  # its tree is down, and its mounts are those of the old one
             elif not box.pid:
                 box.network, box.cgroups = request["network"], request["agent"]["cgroups"]
                 self.launch(box, request["argv"])
@@ -139,8 +142,11 @@ class Launcher:
             text += chunk
         os.close(box.info)
         box.info = -1
-        # Our own child keeps it alive, so the number cannot be another's.
-        box.process = os.pidfd_open(json.loads(text)["child-pid"])
+        try:
+            # Our own child keeps it alive, so the number cannot be another's.
+            box.process = os.pidfd_open(json.loads(text)["child-pid"])
+        except (OSError, ValueError):
+            return  # ended meanwhile: its exit is told when it is collected
         if box.network:
             self.start_relay(box)
         box.ready = True
@@ -185,15 +191,21 @@ class Launcher:
         if not box.waiting:
             return
         (connection, request), box.waiting = box.waiting, None
-        text = json.dumps({**request, "root": self.root}).encode()
-        fds = [connection.fileno(), box.process, box.init_in, box.init_out]
+        # In a file of its own: of any size, and never in the zygote's memory, which all forks inherit.
+        text = os.memfd_create("request", os.MFD_CLOEXEC)
         try:
-            socket.send_fds(self.zygote, [text], fds)
-        except OSError:
-            # It was ended from outside: its agents are gone too, new ones can come.
-            self.start_zygote()
-            socket.send_fds(self.zygote, [text], fds)
-        connection.close()
+            with open(text, "wb", closefd=False) as file:
+                file.write(json.dumps({**request, "root": self.root}).encode())
+            fds = [connection.fileno(), box.process, box.init_in, box.init_out, text]
+            try:
+                socket.send_fds(self.zygote, [b"a"], fds)
+            except (BrokenPipeError, ConnectionResetError):
+                # It was ended from outside: its agents are gone too, new ones can come.
+                self.start_zygote()
+                socket.send_fds(self.zygote, [b"a"], fds)
+        finally:
+            os.close(text)
+            connection.close()
 
     def read_errors(self, box):
         """Keeps the end of what bubblewrap says; guests never have this descriptor."""
@@ -235,6 +247,9 @@ class Launcher:
                 if fd in self.selector.get_map():
                     self.selector.unregister(fd)
                 os.close(fd)
+        if box.after:
+            box.after()
+            box.after = None
         box.down()
         self.tell({
             "event": "exit",

@@ -369,23 +369,71 @@ def count_shown(path):
 
 
 def remove_tree(top):
-    """Removes a tree of any depth, unlike shutil.rmtree, which holds a descriptor and a stack frame for each
-    level: directories are first moved up beside `top`, whose name theirs begin with."""
-    pending, moved = [top], 0
-    while pending:
-        folder = pending.pop()
+    """Removes a tree of any depth that a guest may be changing meanwhile: only by descriptors of its own
+    directories, which no link can lead out of. What lies deeper is first moved up into `top`, so that no
+    descriptor and no stack frame is held for each level."""
+    parent, name = os.path.split(os.fsencode(top))
+    try:
+        above = os.open(parent or b".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
         try:
-            with os.scandir(folder) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        moved += 1
-                        beside = "%s.%d" % (top, moved)
-                        os.rename(entry.path, beside)
-                        pending.append(beside)
-                    else:
-                        os.unlink(entry.path)
-            os.rmdir(folder)
+            root = os.open(name, FOLDER, dir_fd=above)
         except NotADirectoryError:
-            os.unlink(folder)
-        except OSError:
-            pass  # what is left of it stays aside, under a name that is nobody's
+            os.unlink(name, dir_fd=above)
+            return
+        try:
+            empty_folder(root)
+        finally:
+            os.close(root)
+        os.rmdir(name, dir_fd=above)
+    except OSError:
+        pass  # what is left of it stays aside, under a name that is nobody's
+    finally:
+        os.close(above)
+
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def empty_folder(root):
+    moved = 0
+    while True:
+        left = 0
+        for name in os.listdir(root):
+            name = os.fsencode(name)
+            try:
+                os.unlink(name, dir_fd=root)
+                continue
+            except (IsADirectoryError, PermissionError):
+                pass
+            except OSError:
+                left += 1
+                continue
+            try:
+                inner = os.open(name, FOLDER, dir_fd=root)
+            except OSError:
+                continue  # another thing by now: next round
+            try:
+                for below in os.listdir(inner):
+                    below = os.fsencode(below)
+                    try:
+                        os.unlink(below, dir_fd=inner)
+                    except OSError:
+                        moved += 1
+                        try:
+                            os.rename(below, b".gone-%d-%d" % (os.getpid(), moved), src_dir_fd=inner, dst_dir_fd=root)
+                        except OSError:
+                            left += 1
+            except OSError:
+                left += 1
+            finally:
+                os.close(inner)
+            try:
+                os.rmdir(name, dir_fd=root)
+            except OSError:
+                pass
+        names = os.listdir(root)
+        if not names or left >= len(names):
+            return

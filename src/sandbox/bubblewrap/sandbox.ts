@@ -44,8 +44,8 @@ export interface SandboxHost {
   idleMs: number;
   /** New sandboxes with the same spec over a stack of layers. */
   spawn(spec: SandboxSpec, stack: Promise<LayerStack>): Promise<Sandbox>;
-  /** The sandbox is gone: free its uid and its place. */
-  released(sandbox: BubblewrapSandbox): void;
+  /** The sandbox is gone: free its place and, if nothing of it can still run, its uid. */
+  released(sandbox: BubblewrapSandbox, clean: boolean): void;
 }
 
 /** One bubblewrap process tree with an overlay workspace. */
@@ -69,6 +69,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
   /** The last command ran out of memory: the agent may have been killed just after it answered. */
   #oomBefore = false;
   #asleep = false;
+  #freezing: Promise<void> | null = null;
   #idleTimer: NodeJS.Timeout | null = null;
 
   constructor(options: {
@@ -116,14 +117,15 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     await supervisor.request('root', { sid: this.id, root: { writable, host, lower, dir } });
   }
 
-  /** Has an agent sent in; bubblewrap is started where it does not run. */
-  async #connect(): Promise<void> {
+  /** Has an agent sent in. `fresh`: bubblewrap is started, over directories that nothing is mounted on. */
+  async #connect(fresh = true): Promise<void> {
     const limits = this.#cgroup
       ? {}
       : { processes: this.spec.pids + OWN_INSIDE, data: this.spec.memoryBytes };
     const defaults = this.#root?.agent ?? HOST_DEFAULTS;
     const { socket, exit } = await this.#host.supervisor.launch(this.id, {
       argv: bubblewrapCommand(this.id, this.#root),
+      fresh,
       network: this.#network !== null,
       agent: {
         cgroups: this.#cgroup?.directories ?? [],
@@ -275,7 +277,7 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         : error.message;
       throw this.breakWith(`the sandbox ended from outside: ${detail}`);
     }
-    await this.#restart();
+    await this.#restart(late);
     return oom ? 'out_of_memory' : 'timeout';
   }
 
@@ -301,23 +303,20 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   protected override async wake(): Promise<void> {
     if (!this.#asleep) return;
-    try {
-      await this.#connect();
-      this.#asleep = false;
-    } catch (error) {
-      throw this.breakWith(attribute(error, 'SandboxUnavailable').message);
-    }
+    await this.#restart(false);
+    this.#asleep = false;
   }
 
   /** A new agent and, where the process tree went down too, a new tree over the same files. */
-  async #restart(): Promise<void> {
+  async #restart(ended: boolean): Promise<void> {
     const { supervisor } = this.#host;
     this.channel?.destroy();
-    try {
-      await this.#connect();
-      return;
-    } catch {
-      // Process 1 was ended as well: below.
+    if (!ended) {
+      try {
+        return await this.#connect(false);
+      } catch {
+        // Process 1 was ended as well: below.
+      }
     }
     try {
       await supervisor.request('kill', { sid: this.id, cgroups: this.#cgroup?.directories ?? [] });
@@ -434,7 +433,10 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
       let stack = this.#stack;
       if (this.idle || options.stopProcesses) {
         stack = await this.enqueue(async () => {
-          if (!(await this.busy(options.stopProcesses ?? false))) await this.#freeze();
+          const busy = await this.busy(options.stopProcesses ?? false);
+          if (busy && options.stopProcesses)
+            throw this.breakWith('processes in the sandbox could not be ended for a fork');
+          if (!busy) await this.#freeze();
           return this.#stack;
         });
       }
@@ -465,8 +467,18 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
         throw new LonghaulError('CapabilityMissing', 'no control group here can freeze processes', {
           next: 'Run as root or with a delegated cgroup; `longhaul sandbox doctor` says more.',
         });
-      await this.#cgroup.freeze(true);
+      const cgroup = this.#cgroup;
       this.paused = true;
+      this.#freezing = cgroup.freeze(true);
+      try {
+        await this.#freezing;
+      } catch (error) {
+        await cgroup.freeze(false).catch(() => {});
+        this.paused = false;
+        throw error;
+      } finally {
+        this.#freezing = null;
+      }
     });
   }
 
@@ -510,21 +522,30 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
     this.#network?.close();
     const stack = this.#stack;
     this.#stack = [];
-    registry.release(stack);
-    registry.release(this.#rootHeld);
+    // What an earlier supervisor counted went with it.
+    if (!supervisor.gone) {
+      registry.release(stack);
+      registry.release(this.#rootHeld);
+    }
     this.#rootHeld = [];
     const keep = registry.usedNames(this.id);
+    const cgroups = this.#cgroup?.directories ?? [];
+    let clean = false;
     try {
       // Frozen processes of a version 1 group do not even die.
-      if (this.paused) await this.#cgroup?.freeze(false);
+      await this.#freezing?.catch(() => {});
+      if (this.paused) await this.#cgroup?.freeze(false).catch(() => {});
       await supervisor.request('close', { sid: this.id, keep });
-      await this.#ended(5000);
+      clean = (await this.#ended(5000)) !== null;
     } catch (error) {
       if (!supervisor.gone) throw error;
     } finally {
+      if (this.#cgroup && !(await this.#cgroup.remove())) {
+        await supervisor.request('kill', { sid: this.id, cgroups }).catch(() => {});
+        clean = (await this.#cgroup.remove()) && clean;
+      }
       supervisor.forget(this.id);
-      await this.#cgroup?.remove();
-      this.#host.released(this);
+      this.#host.released(this, clean);
     }
   }
 }

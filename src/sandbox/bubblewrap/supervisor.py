@@ -70,7 +70,7 @@ class Box:
         self.root = None
         self.network = False
         self.cgroups = []
-        self.waiting = None
+        self.waiting = self.after = None
         self.err = b""
         self.err_fd = -1
         self.down()
@@ -580,9 +580,15 @@ class Supervisor:
         close_root(sandbox)
         self.forget_views(sandbox, [os.path.basename(target) for target in sandbox.views])
         if request.get("keep"):
-            for name in os.listdir(top + "/d"):
-                if name not in request["keep"]:
-                    self.discard("%s/d/%s" % (top, name))
+            def discard_rest():
+                for name in os.listdir(top + "/d"):
+                    if name not in request["keep"] and ".gone" not in name:
+                        self.discard("%s/d/%s" % (top, name))
+
+            if sandbox.pid:
+                sandbox.after = discard_rest  # nothing of the guest should run meanwhile
+            else:
+                discard_rest()
             return
         unmount(top + "/d")
         del self.sandboxes[sid]
@@ -669,8 +675,14 @@ class Supervisor:
         self.answer({"event": "ready", **self.ready})
         while not ended:
             for key, _ in self.selector.select():
-                if key.fd in self.selector.get_map():  # not closed by the one before
+                if key.fd not in self.selector.get_map():
+                    continue  # closed by the one before
+                try:
                     key.data()
+                except (OSError, ValueError, KeyError) as error:
+                    # One sandbox's trouble is not the others'.
+                    self.answer({"event": "fault", "message": repr(error)})
+                    time.sleep(0.01)
 
     def end(self):
         """Every sandbox's pid 1 dies with its bwrap; the namespace's mounts go with the last process."""

@@ -260,7 +260,12 @@ export class Supervisor {
    */
   launch(
     sid: string,
-    request: { argv: string[]; network: boolean; agent: Record<string, unknown> },
+    request: {
+      argv: string[];
+      fresh: boolean;
+      network: boolean;
+      agent: Record<string, unknown>;
+    },
   ): Promise<{ socket: Socket; exit: Promise<SandboxExit> }> {
     let exit = this.#exits.get(sid);
     if (!exit) {

@@ -2,8 +2,9 @@
 
 Loading an interpreter costs twenty times what a fork of one does, and its pages are shared by all forks.
 What a fork inherits is this process's memory: it is executed anew for that, with an empty environment,
-and knows nothing of other sandboxes. Reads requests on descriptor 0 (a SOCK_SEQPACKET socket): JSON, with
-[connection to the owner, pidfd of process 1 inside, its standard input, its standard output].
+and knows nothing of other sandboxes. Reads requests on descriptor 0 (a SOCK_SEQPACKET socket): 
+[connection to the owner, pidfd of process 1 inside, its standard input, its standard output, the request
+as JSON].
 """
 
 import ctypes
@@ -192,6 +193,8 @@ def main():
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     parent = os.getpid()
+    # Everything is loaded. From inside, this folder would be the guest's own /tmp.
+    sys.path[:] = process.SNIPPET_PATH
     agent.warm_up()
     while True:
         for fd in select.select([control, wake_read], [], [])[0]:
@@ -199,7 +202,7 @@ def main():
                 os.read(wake_read, 4096)
                 reap()
                 continue
-            text, fds, _, _ = socket.recv_fds(control, 1 << 16, 4)
+            text, fds, _, _ = socket.recv_fds(control, 16, 5)
             if not text:
                 return  # the supervisor is gone
             pid = os.fork()
@@ -207,7 +210,10 @@ def main():
                 try:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    request = json.loads(text)
+                    *fds, text = fds
+                    with open(text, "rb") as file:
+                        file.seek(0)
+                        request = json.loads(file.read())
                     if request["agent"]["python"]:
                         # This interpreter is the host's, what will lie on its path is the image's.
                         sys.path.clear()
