@@ -193,6 +193,59 @@ describe.skipIf(!probe.ok)(`bubblewrap life cycle${reason}`, () => {
     await driver.close();
   });
 
+  test('what a guest swaps while its files are removed leads nowhere else', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'swap'), warm: 0 });
+    const victim = join(home, 'victim');
+    mkdirSync(victim);
+    for (let i = 0; i < 50; i++) writeFileSync(join(victim, `${i}`), 'host');
+    const swapper = `
+import ctypes, os
+libc = ctypes.CDLL(None)
+os.makedirs("/tmp/a/b/c", exist_ok=True)
+for i in range(300): open(f"/tmp/a/b/c/{i}", "w").close()
+os.symlink(${JSON.stringify(victim)}, "/tmp/link")
+for _ in range(5): os.fork()
+while True: libc.renameat2(-100, b"/tmp/a/b", -100, b"/tmp/link", 2)
+`;
+    for (let round = 0; round < 6; round++) {
+      const sandbox = await driver.create({ pids: 100 });
+      await sandbox.writeFile('kept', 'x');
+      await sandbox.snapshot(); // its file system outlives it
+      await sandbox.start({ argv: ['python3', '-c', swapper] });
+      await sleep(150);
+      await sandbox.stop();
+    }
+    await driver.close();
+    expect(readdirSync(victim)).toHaveLength(50);
+  });
+
+  test('a process that does not read its input holds up no call', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'unread'), warm: 0 });
+    const sandbox = await driver.create();
+    const deaf = await sandbox.start({ argv: ['sleep', '1000'], stdin: 'x'.repeat(1_000_000) });
+    expect((await sandbox.exec({ argv: ['echo', 'on'] })).stdout).toBe('on\n');
+    await deaf.kill();
+    await driver.close();
+  });
+
+  test('stopped while it is being paused, nothing of it stays', async () => {
+    const driver = await BubblewrapDriver.open({ dir: join(home, 'pausing'), warm: 0 });
+    if (driver.capabilities.pause === 'freezer') {
+      const sandbox = await driver.create();
+      await sandbox.start({
+        argv: ['sh', '-c', 'for i in 1 2 3 4 5 6 7 8; do (while :; do :; done) & done; wait'],
+      });
+      const mine = () => processesNaming([`/tmp/s${sandbox.id}/ws`]).length;
+      expect(mine()).toBeGreaterThan(0);
+      const pausing = sandbox.pause().catch(() => {});
+      await sandbox.stop();
+      await pausing;
+      expect(mine()).toBe(0);
+    }
+    await driver.close();
+    expect(readdirSync(join(home, 'pausing', 'run')).filter((name) => name !== 'gate')).toEqual([]);
+  });
+
   test('an idle sandbox lets its interpreter go, keeps its files, and wakes', async () => {
     const driver = await BubblewrapDriver.open({ dir: join(home, 'idle'), warm: 0, idleMs: 100 });
     const sandbox = await driver.create();
