@@ -342,6 +342,24 @@ describe.each(drivers)('$name', ({ open, only }) => {
     await sandbox.stop();
   });
 
+  test('a listener that throws ends the command, and its caller hears of its own error', async () => {
+    const sandbox = await driver.create();
+    if (commands()) {
+      const onOutput = () => {
+        throw new RangeError('mine');
+      };
+      await expect(
+        sandbox.exec({ argv: ['sh', '-c', 'echo x; sleep 100'], onOutput }),
+      ).rejects.toThrow('mine');
+      expect((await sandbox.exec({ argv: ['echo', 'well'] })).stdout).toBe('well\n');
+      for (const wrong of [{ timeoutMs: Number.NaN }, { timeoutMs: 1e12 }, { keepBytes: 1.5 }])
+        await expect(sandbox.exec({ argv: ['true'], ...wrong })).rejects.toMatchObject({
+          code: 'ConfigInvalid',
+        });
+    }
+    await sandbox.stop();
+  });
+
   test('an aborted command is killed with all it started, and the sandbox goes on', async () => {
     const sandbox = await driver.create();
     if (commands()) {

@@ -169,6 +169,29 @@ for p in (p for p in os.listdir("/proc") if p.isdigit() and int(p) != os.getpid(
     expect(results[1]!.stdout).toBe('0 500\n\n');
   });
 
+  test('no process gets out of sight as a sibling of itself, nor outlives its snippet so', async () => {
+    const sibling = `
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+for flags in (0x8000 | 17, 0x8000 | 0x100 | 17, 0x8000):
+    pid = libc.syscall(${process.arch === 'arm64' ? 220 : 56}, flags, 0, 0, 0, 0)
+    if pid == 0:
+        os.setsid(); time.sleep(100); os._exit(0)
+    print(pid, ctypes.get_errno())
+`;
+    const results = await sandbox.runCode([
+      { language: 'python', source: sibling },
+      { language: 'python', source: 'import os\nprint(sum(os.fork() > 0 for _ in range(1)))' },
+    ]);
+    expect(results[0]!.stdout).toBe('-1 1\n-1 1\n-1 1\n');
+    expect(results[1]!.stdout).toContain('1\n'); // an ordinary fork still works
+    const [seen] = await run(
+      'print([p for p in __import__("os").listdir("/proc") if p.isdigit()])',
+    );
+    expect(seen!.stdout.split(',').length).toBeLessThanOrEqual(3);
+    if (driver.capabilities.pids === 'cgroup') expect((await sandbox.usage()).pids).toBe(0);
+  });
+
   test('a process finds in its memory nothing of another request', async () => {
     const canary = 'C4nary'.repeat(4);
     const secret = (text: string) => `${text}-${'canary'.length}-${canary}`;

@@ -45,7 +45,7 @@ try:
 except OSError:
     OOM_SCORE = 0
 # A fork that has not taken its work after this is given up.
-READY_SECONDS = 5
+READY_SECONDS = 3
 
 
 class Spare:

@@ -15,7 +15,7 @@ export class AgentProcess implements SandboxProcess {
   readonly #channel: AgentChannel;
   readonly #started = performance.now();
   #settle!: (result: ExecResult) => void;
-  #fail!: (error: LonghaulError) => void;
+  #fail!: (error: unknown) => void;
 
   /** `onExit` is called once, and says what the kernel counted meanwhile. */
   constructor(channel: AgentChannel, id: number, request: ExecRequest, onExit: () => Evidence) {
@@ -29,10 +29,20 @@ export class AgentProcess implements SandboxProcess {
     channel.listen(id, (frame) => {
       if (frame.header.exit !== undefined)
         this.#settle(execResult(frame.header.exit as RawResult, frameParts(frame), onExit()));
-      else request.onOutput?.(frame.header.stream === 0 ? 'stdout' : 'stderr', frame.body);
+      else this.#tell(request, frame);
     });
     if (request.signal?.aborted) void this.kill();
     request.signal?.addEventListener('abort', () => void this.kill(), { once: true });
+  }
+
+  /** A listener that throws ends the process, and `exited` rejects with what it threw. */
+  #tell(request: ExecRequest, frame: Frame): void {
+    try {
+      request.onOutput?.(frame.header.stream === 0 ? 'stdout' : 'stderr', frame.body);
+    } catch (error) {
+      this.#fail(error);
+      void this.kill().catch(() => {});
+    }
   }
 
   get ageMs(): number {

@@ -38,7 +38,21 @@ export function pathHeader(path: SandboxPath): Record<string, string> {
   return typeof path === 'string' ? { path } : { raw: Buffer.from(path).toString('hex') };
 }
 
-/** The fields of a request for a process. `ConfigInvalid` where there is no command. */
+/** Longer than this is no deadline but a mistake: timers hold 31 bits of milliseconds. */
+const MOST_TIMEOUT_MS = 2 ** 31 - 1 - 60_000;
+
+function checkNumbers(timeoutMs: number | null | undefined, keepBytes?: number): void {
+  if (timeoutMs != null && !(timeoutMs >= 0 && timeoutMs <= MOST_TIMEOUT_MS))
+    throw new LonghaulError('ConfigInvalid', `timeoutMs is ${timeoutMs}`, {
+      next: `Give milliseconds between 0 and ${MOST_TIMEOUT_MS}.`,
+    });
+  if (keepBytes !== undefined && !(Number.isSafeInteger(keepBytes) && keepBytes >= 0))
+    throw new LonghaulError('ConfigInvalid', `keepBytes is ${keepBytes}`, {
+      next: 'Give a whole number of bytes.',
+    });
+}
+
+/** The fields of a request for a process. `ConfigInvalid` for no command and for numbers that are none. */
 export function commandHeader(
   request: ExecRequest,
   timeoutMs: number | null,
@@ -47,6 +61,7 @@ export function commandHeader(
     throw new LonghaulError('ConfigInvalid', 'exec needs a command', {
       next: 'Give argv with at least one element.',
     });
+  checkNumbers(timeoutMs, request.keepBytes);
   return {
     argv: request.argv,
     cwd: request.cwd ?? '',
@@ -65,6 +80,7 @@ export function codeHeaders(requests: readonly CodeRequest[]) {
     const stdin = Buffer.from(request.stdin ?? '');
     parts.push(source, stdin);
     const timeoutMs = request.timeoutMs ?? DEFAULT_CODE_TIMEOUT_MS;
+    checkNumbers(timeoutMs);
     limitMs += timeoutMs;
     return {
       source: source.length,

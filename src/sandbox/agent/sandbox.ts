@@ -74,7 +74,12 @@ export abstract class AgentSandbox implements ToolSandbox {
     const result = this.#queue.then(async () => {
       this.#usable();
       await this.wake();
-      return job();
+      try {
+        return await job();
+      } catch (error) {
+        // Whatever failed on the way: the sandbox is gone, and that is what the caller must know.
+        throw this.broken ?? error;
+      }
     });
     const done = () => {
       if (--this.#queued === 0) this.rest();
@@ -148,20 +153,29 @@ export abstract class AgentSandbox implements ToolSandbox {
       const channel = this.channel!;
       const id = channel.reserve();
       const tag = request.onOutput ? { tag: id } : {};
-      if (request.onOutput)
-        channel.listen(id, (frame) =>
-          request.onOutput!(frame.header.stream === 0 ? 'stdout' : 'stderr', frame.body),
-        );
       const abort = () => {
         channel.call({ op: 'kill', process: id, signal: KILLED }).catch(() => {});
       };
+      let thrown: { error: unknown } | null = null;
+      if (request.onOutput)
+        channel.listen(id, (frame) => {
+          try {
+            if (thrown === null)
+              request.onOutput!(frame.header.stream === 0 ? 'stdout' : 'stderr', frame.body);
+          } catch (error) {
+            thrown = { error };
+            abort();
+          }
+        });
       request.signal?.addEventListener('abort', abort, { once: true });
       try {
         const stdin = Buffer.from((request.stdin as string) ?? '');
         const frame = await this.call({ op: 'exec', ...header, ...tag }, [stdin], timeoutMs, id);
         if (typeof frame === 'string') return lostResult(frame, performance.now() - started);
         this.refused(frame, request.argv[0]!);
-        return execResults(frame, this.evidence())[0]!;
+        const [result] = execResults(frame, this.evidence());
+        if (thrown !== null) throw (thrown as { error: unknown }).error;
+        return result!;
       } finally {
         request.signal?.removeEventListener('abort', abort);
         channel.unlisten(id);

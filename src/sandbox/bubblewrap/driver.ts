@@ -165,7 +165,10 @@ export class BubblewrapDriver implements SandboxDriver {
     const full = { ...DEFAULT_SPEC, ...spec };
     full.image = canonicalImage(full.image, this.#dir);
     if (full.network !== 'none') compilePolicy(full.network);
+    const whole = [full.memoryBytes, full.diskBytes, full.inodes, full.pids];
     const low =
+      !whole.every(Number.isSafeInteger) ||
+      !Number.isFinite(full.cpus) ||
       full.memoryBytes < MIN_MEMORY_BYTES ||
       full.diskBytes < MIN_DISK_BYTES ||
       full.inodes < MIN_INODES ||
@@ -174,7 +177,7 @@ export class BubblewrapDriver implements SandboxDriver {
     if (low)
       throw new LonghaulError(
         'ConfigInvalid',
-        `sandbox limits are too low to start: ${JSON.stringify(full)}`,
+        `sandbox limits are too low to start, or no numbers: ${JSON.stringify(full)}`,
         { next: 'Give at least 32 MiB of memory, 256 KiB and 64 inodes of disk, one process.' },
       );
     if (

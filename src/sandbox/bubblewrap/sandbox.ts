@@ -428,6 +428,8 @@ export class BubblewrapSandbox extends AgentSandbox implements Sandbox {
 
   /** With a call in flight or processes alive, from the last layer; otherwise from the files as they are. */
   async fork(count: number, options: ForkOptions = {}): Promise<Sandbox[]> {
+    if (!((options.moreDiskBytes ?? 0) >= 0))
+      throw new LonghaulError('ConfigInvalid', `moreDiskBytes is ${options.moreDiskBytes}`);
     const { registry } = this.#host;
     const freeze = async () => {
       let stack = this.#stack;

@@ -38,6 +38,14 @@ SYS_CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 PYTHON, PYTHON_LIBC = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 
 
+# A guest that made a sibling of itself would have made a child of the agent, outside the process namespace:
+# an orphan that is no child of process 1, and so is never seen. The nursery alone may. In struct
+# sock_filter: load the number; is it clone? load its flags; is CLONE_PARENT among them? EPERM; else allow.
+NO_SIBLINGS_CODE = b"".join(struct.pack("HBBI", *each) for each in [
+    (0x20, 0, 0, 0), (0x15, 0, 3, SYS_CLONE), (0x20, 0, 0, 16), (0x45, 0, 1, CLONE_PARENT),
+    (0x06, 0, 0, 0x00050001), (0x06, 0, 0, 0x7FFF0000)])
+
+
 def check(result, what):
     if result < 0:
         code = ctypes.get_errno()
@@ -48,6 +56,10 @@ class Filter(ctypes.Structure):
     """struct sock_fprog"""
 
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
+
+
+NO_SIBLINGS_BUFFER = ctypes.create_string_buffer(NO_SIBLINGS_CODE, len(NO_SIBLINGS_CODE))
+NO_SIBLINGS = Filter(len(NO_SIBLINGS_CODE) // 8, ctypes.addressof(NO_SIBLINGS_BUFFER))
 
 
 def enter(request, connection, target, init_in, init_out, program, parent):
@@ -119,6 +131,7 @@ def tend(requests, config):
         pid = clone_sibling()
         if pid == 0:
             try:
+                check(LIBC.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(NO_SIBLINGS), 0, 0), "seccomp")
                 process.become_process(fds, config)
             finally:
                 os._exit(1)
