@@ -414,6 +414,7 @@ while True: libc.renameat2(-100, b"/tmp/a/b", -100, b"/tmp/link", 2)
     const outers = () =>
       processesNaming(['--as-pid-1']).filter((pid) => parentOf(pid) === driver.supervisorPid);
     await until(() => outers().length === 2, 'a warm one');
+    await sleep(1000); // until it is on the shelf
     const [taken] = processesNaming([`/tmp/s${one.id}/ws`]).filter((pid) => outers().includes(pid));
     for (const pid of outers()) if (pid !== taken) process.kill(pid, 'SIGKILL');
     await until(() => outers().length === 1, 'it ended');

@@ -192,8 +192,9 @@ export class Pool<T extends Poolable> {
         this.#live++;
         try {
           const member = await this.#options.make(key);
-          await member.ping(); // makes it ready for its first call
-          await this.#shelve(key, member);
+          // The probe makes it ready for its first call.
+          if (await member.ping()) await this.#shelve(key, member);
+          else await this.#discard(member);
         } catch {
           // The next request makes one itself and gets the reason.
           this.release();
