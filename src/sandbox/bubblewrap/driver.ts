@@ -196,8 +196,20 @@ export class BubblewrapDriver implements SandboxDriver {
   async create(spec: Partial<SandboxSpec> = {}, from?: LayerId): Promise<Sandbox> {
     const full = this.#spec(spec);
     await this.#alive();
+    const supervisor = this.#supervisor;
+    try {
+      return await this.#made(full, from);
+    } catch (error) {
+      // It was ended just before or meanwhile, and that was not known yet: once more, with a new one.
+      if (!supervisor.gone || this.#closing) throw error;
+      await this.#alive();
+      return this.#made(full, from);
+    }
+  }
+
+  async #made(spec: SandboxSpec, from: LayerId | undefined): Promise<Sandbox> {
     const stack = from === undefined ? null : this.#registry.stack(from);
-    const sandbox = await this.#acquire(full);
+    const sandbox = await this.#acquire(spec);
     return stack ? this.#adopted(sandbox, stack) : sandbox;
   }
 
