@@ -2,9 +2,8 @@ import { existsSync, lstatSync, readlinkSync } from 'node:fs';
 
 /** uid and gid inside: an ordinary user, mapped to the sandbox's own uid outside. */
 export const INSIDE_ID = 1000;
-/** Descriptors that the launcher prepares (launcher.py): the filter, and where process numbers are told. */
+/** Descriptor that the launcher puts the filter on (launcher.py). */
 const FILTER_FD = '3';
-const INFO_FD = '4';
 
 /** Paths that task formats write to by name: links into the sandbox's own /tmp, which no fork inherits. */
 const TASK_DIRECTORIES = ['tests', 'logs', 'solution'];
@@ -79,7 +78,7 @@ export function bubblewrapCommand(sid: string, shape: RootShape | null = null): 
     ...['--uid', `${INSIDE_ID}`, '--gid', `${INSIDE_ID}`, '--hostname', 'sandbox'],
     ...['--cap-drop', 'ALL', '--new-session', '--die-with-parent', '--as-pid-1', '--clearenv'],
     ...(shape ? mountedRoot(own, shape) : hostRoot(own)),
-    ...['--seccomp', FILTER_FD, '--info-fd', INFO_FD],
+    ...['--seccomp', FILTER_FD],
     ...['--', shape ? '/dev/.init' : '/.init'],
   ];
 }

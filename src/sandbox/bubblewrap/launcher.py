@@ -8,15 +8,13 @@ import signal
 import socket
 import sys
 
-from mounts import CLONE_NEWNET, LIBC, check, die_with, drop_capabilities, fork_bound
+from mounts import CLONE_NEWNET, LIBC, PR_SET_PDEATHSIG, check, die_with, drop_capabilities, fork_bound, fork_first
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(os.path.dirname(HERE), "network"))
 import relay  # noqa: E402
 
 MAX_LINE = 16 * 1024 * 1024
-# Descriptors that bubblewrap is given beside its standard ones; command.ts names them too.
-FILTER_FD, INFO_FD = 3, 4
 # environment.ts tells the guest.
 PROXY_PORT = 3128
 
@@ -92,26 +90,27 @@ class Launcher:
             self.tell({"event": "fault", "message": repr(error)})
 
     def launch(self, box, argv):
-        pipes = [os.pipe() for _ in range(4)]
-        (in_read, in_write), (out_read, out_write), (err_read, err_write), (info_read, info_write) = pipes
-        supervisor = os.getpid()
-        pid = fork_bound()
+        pipes = [os.pipe() for _ in range(3)]
+        (in_read, in_write), (out_read, out_write), (err_read, err_write) = pipes
+        # Process 1 of a namespace of its own: however it ends, the kernel ends all that it has started, even
+        # a child that bubblewrap has not yet bound to its own life.
+        pid = fork_first()
         if pid == 0:
             try:
                 become_bubblewrap(
-                    self.config["bwrap"], argv, box.cgroups, box.uid if self.root else None, supervisor,
-                    [in_read, out_write, err_write, os.open("owner/filter.bpf", os.O_RDONLY), info_write],
+                    self.config["bwrap"], argv, box.cgroups, box.uid if self.root else None,
+                    [in_read, out_write, err_write, os.open("owner/filter.bpf", os.O_RDONLY)],
                 )
             except BaseException as error:
                 os.write(2, ("cannot start: %s" % error).encode())
             finally:
                 os._exit(127)
-        for fd in (in_read, out_write, err_write, info_write):
+        for fd in (in_read, out_write, err_write):
             os.close(fd)
-        for fd in (out_read, err_read, info_read):
+        for fd in (out_read, err_read):
             os.set_blocking(fd, False)
         box.pid, box.init_in, box.init_out = pid, in_write, out_read
-        box.info, box.err, box.heard = info_read, b"", b""
+        box.err, box.heard = b"", b""
         box.err_fd = err_read
         self.children[pid] = box
         self.selector.register(err_read, selectors.EVENT_READ, lambda: self.read_errors(box))
@@ -131,21 +130,11 @@ class Launcher:
             return
         self.selector.unregister(box.init_out)
         os.set_blocking(box.init_out, True)
-        text = b""
-        while True:
-            try:
-                chunk = os.read(box.info, 4096)
-            except BlockingIOError:
-                break
-            if not chunk:
-                break
-            text += chunk
-        os.close(box.info)
-        box.info = -1
         try:
-            # Our own child keeps it alive, so the number cannot be another's.
-            box.process = os.pidfd_open(json.loads(text)["child-pid"])
-        except (OSError, ValueError):
+            # bubblewrap has one child, and keeps it alive: the number cannot be another's.
+            with open("/proc/%d/task/%d/children" % (box.pid, box.pid)) as file:
+                box.process = os.pidfd_open(int(file.read().split()[0]))
+        except (OSError, ValueError, IndexError):
             return  # ended meanwhile: its exit is told when it is collected
         if box.network:
             self.start_relay(box)
@@ -242,7 +231,7 @@ class Launcher:
             box.waiting[0].close()
         if box.relay:
             os.kill(box.relay, signal.SIGKILL)
-        for fd in (box.init_in, box.init_out, box.info, box.process):
+        for fd in (box.init_in, box.init_out, box.process):
             if fd >= 0:
                 if fd in self.selector.get_map():
                     self.selector.unregister(fd)
@@ -260,8 +249,8 @@ class Launcher:
         return True
 
 
-def become_bubblewrap(program, argv, cgroups, uid, supervisor, fds):
-    # Standard streams, the filter and the way to tell process numbers survive, nothing else does.
+def become_bubblewrap(program, argv, cgroups, uid, fds):
+    # Standard streams and the filter survive, nothing else does.
     moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in fds]
     for to, fd in enumerate(moved):
         os.dup2(fd, to)
@@ -276,7 +265,8 @@ def become_bubblewrap(program, argv, cgroups, uid, supervisor, fds):
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        die_with(supervisor)  # the change of uid took it back
+    # Should the supervisor have ended already, the end of its standard input ends process 1 inside.
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # An empty environment: process 1's is readable inside as /proc/1/environ.
     os.execve(program, argv, {})
 

@@ -7,6 +7,10 @@ import signal
 import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWPID = 0x20000000
+SYS_CLONE = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
+# These keep Python's lock: between clone and its hooks no other code may run.
+PYTHON, PYTHON_LIBC = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True)
 CLONE_NEWNS, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x10000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 2, 4, 32, 4096, 16384
 MS_PRIVATE, MS_SHARED = 1 << 18, 1 << 20
@@ -58,6 +62,20 @@ def fork_bound():
     pid = os.fork()
     if pid == 0:
         die_with(parent)
+    return pid
+
+
+def fork_first():
+    """fork() of a child that is process 1 of a new process namespace (clone(2), CLONE_NEWPID)."""
+    PYTHON.PyOS_BeforeFork()
+    pid = PYTHON_LIBC.syscall(SYS_CLONE, CLONE_NEWPID | signal.SIGCHLD, 0, 0, 0, 0)
+    if pid == 0:
+        PYTHON.PyOS_AfterFork_Child()
+        return 0
+    code = ctypes.get_errno()
+    PYTHON.PyOS_AfterFork_Parent()
+    if pid < 0:
+        raise OSError(code, "clone: %s" % os.strerror(code))
     return pid
 
 

@@ -78,7 +78,7 @@ class Box:
     def down(self):
         self.pid = self.relay = 0
         self.ready = False
-        self.init_in = self.init_out = self.info = self.process = -1
+        self.init_in = self.init_out = self.process = -1
 
 
 class Supervisor:
