@@ -295,7 +295,12 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     let own: LayerId | null = null;
     if (this.idle || options.stopProcesses) {
       const stop = options.stopProcesses ?? false;
-      own = await this.enqueue(async () => ((await this.busy(stop)) ? null : this.#save(false)));
+      own = await this.enqueue(async () => {
+        const busy = await this.busy(stop);
+        if (busy && stop)
+          throw this.breakWith('processes in the sandbox could not be ended for a fork');
+        return busy ? null : this.#save(false);
+      });
     }
     if (this.broken) throw this.broken;
     const from = this.#base;

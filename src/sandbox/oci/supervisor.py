@@ -573,8 +573,16 @@ class Supervisor:
         self.tell({"event": "ready", **self.ready})
         while not ended:
             for key, _ in self.selector.select():
-                if key.fd in self.selector.get_map():  # not closed by the one before
+                if key.fd not in self.selector.get_map():
+                    continue  # closed by the one before
+                try:
                     key.data()
+                except BrokenPipeError:
+                    raise  # the owner is gone
+                except (OSError, ValueError, KeyError) as error:
+                    # One container's trouble is not the others'.
+                    self.tell({"event": "log", "message": repr(error)})
+                    time.sleep(0.01)
 
     def end(self):
         """The owner is gone: nothing that it started stays, nor what this process made for it."""
