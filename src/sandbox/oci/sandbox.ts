@@ -48,6 +48,7 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
   #launches = 0;
   #exit: Promise<ContainerExit> | null = null;
   #stopping: Promise<void> | null = null;
+  #freezing: Promise<void> | null = null;
   /** The workspace's last quiescent state, for forks while processes run; null: it was empty. */
   #base: HeldLayer | null = null;
   #seen: Evidence = { oomKills: 0, pidsRefused: 0 };
@@ -325,8 +326,18 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
 
   pause(): Promise<void> {
     return this.enqueue(async () => {
-      await this.#freeze(true);
+      // Known before it is done: who stops it meanwhile has to wait for it and undo it.
       this.paused = true;
+      this.#freezing = this.#freeze(true);
+      try {
+        await this.#freezing;
+      } catch (error) {
+        await this.#freeze(false).catch(() => {});
+        this.paused = false;
+        throw error;
+      } finally {
+        this.#freezing = null;
+      }
     });
   }
 
@@ -383,8 +394,9 @@ export class OciSandbox extends AgentSandbox implements Sandbox {
     this.breakWith('the sandbox was stopped');
     this.#rebase(null);
     try {
+      await this.#freezing?.catch(() => {});
       if (this.paused && this.#host.capabilities.pause === 'freezer')
-        await this.#cgroup?.freeze(false);
+        await this.#cgroup?.freeze(false).catch(() => {});
       await this.#kill();
       await supervisor.request('close', { sid: this.id });
     } catch (error) {
